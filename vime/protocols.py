@@ -182,7 +182,7 @@ class TrainEngine(Protocol):
     ranks for the others. R: response tokens of a row.
 
     A frozen role refuses (VimeError) to learn, save and load; a sleeping engine refuses everything but `wake_up`,
-    `sleep`, which then does nothing, and `weight_metadata`.
+    `sleep` and `rest`, which then do nothing, and `weight_metadata`; a resting one refuses what a frozen one does.
     """
 
     @property
@@ -248,8 +248,12 @@ class TrainEngine(Protocol):
         """Free device memory of parameters, gradients and optimizer; keep their values and the random states."""
         ...
 
+    def rest(self) -> None:
+        """As `sleep`, but the weights stay on the device, for a weight update. `sleep` then frees them too."""
+        ...
+
     def wake_up(self) -> None:
-        """Undo `sleep`: nothing computed afterwards differs from a run without the pair."""
+        """Undo `sleep` and `rest`: nothing computed afterwards differs from a run without the pair."""
         ...
 
     def weight_metadata(self) -> list[TensorMeta]:

@@ -275,9 +275,19 @@ def interrupted(bench: Bench, directory: Path) -> dict[str, Any]:
         return {"steps": taken, "draws": (random.random(), float(torch.rand(1))), "weights": exported(engine)}
 
     def sleep(engine: TrainEngine) -> TrainEngine:
+        awake = exported(engine)
         for sleeper in (engine, anchor):
+            sleeper.rest()
+            sleeper.rest()  # a second call does nothing
+            answer[f"resting-{sleeper is anchor}"] = _accepted_learning(sleeper, backend, rows)
+        resting = exported(engine)
+        answer["exports_alike_at_rest"] = [torch.equal(resting[name], awake[name]) for name in awake]
+        engine.wake_up()  # the anchor goes on to sleep from its rest
+        for sleeper in (engine, anchor):
+            sleeper.rest()
             sleeper.sleep()
-            sleeper.sleep()  # a second call does nothing
+            sleeper.sleep()
+            sleeper.rest()  # nothing is left to free
             answer[f"asleep-{sleeper is anchor}"] = _accepted_asleep(sleeper, backend, rows)
             sleeper.wake_up()
         return engine

@@ -17,11 +17,13 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from vime.config.parse import parse
+from vime.config.colocation import shared_ranks
+from vime.config.parse import Config, parse
 from vime.ray import nodes as nodes_module
 from vime.ray import placement
 from vime.ray.actor import Options
 from vime.types import ClusterError
+from vime.utils.device import see_only
 
 GPUS = 8  # of each node
 FLAGS = ("--ray-address", "auto", "--device", "cuda")
@@ -31,6 +33,11 @@ FLAGS = ("--ray-address", "auto", "--device", "cuda")
 class Probe:
     def found(self) -> tuple[str, list[str]]:
         return ray.get_runtime_context().get_node_id(), [str(each) for each in ray.get_gpu_ids()]
+
+    def found_with(self, shared_gpus: list[str]) -> tuple[str, list[str]]:
+        """What a child of an engine that shares GPUs sees, where Ray gave this process none."""
+        see_only(shared_gpus)
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 
 
 def started(gpus: int, place: Options) -> ray.actor.ActorHandle:
@@ -80,6 +87,8 @@ class World:
                         "engines": self.listed(places.engines),
                     }
                 ranks = [[started(1, place) for place in world] for world in places.worlds]
+                if config.cluster.colocate:
+                    return self.shared(config, ranks[0], [started(0, place) for place in places.engines])
                 engines = [started(config.cluster.rollout_num_gpus_per_engine, place) for place in places.engines]
                 home = Probe.options(num_cpus=0.2, **places.home).remote()
                 return {
@@ -89,6 +98,18 @@ class World:
                 }
         except ClusterError as error:
             return {"refused": str(error)}
+
+    def shared(
+        self, config: Config, ranks: list[ray.actor.ActorHandle], engines: list[ray.actor.ActorHandle]
+    ) -> dict[str, object]:
+        """As a run tells engines which GPUs their ranks got."""
+        placed, names = self.where(ranks), self.names()
+        asked = [
+            engine.found_with.remote([gpu for rank in shared_ranks(config, index) for gpu in placed[rank][1]])
+            for index, engine in enumerate(engines)
+        ]
+        seen = [(names[node], gpus) for node, gpus in ray.get(asked, timeout=120)]
+        return {"worlds": [placed], "engines": seen, "left": ray.available_resources().get("GPU", 0)}
 
     def listed(self, places: Sequence[Options]) -> list[str]:
         names = self.names()
@@ -126,6 +147,12 @@ def main() -> None:
         *trainers(1, 4), *engines(4, 2), "--separate-roles", "reference", "--kl-loss-coef", "0.1", "--use-kl-loss"
     )
     found["a coordinator by name"] = world.run(*trainers(1, 4), *engines(1), "--coordinator-node", "nowhere")
+    with world.taken(gpu_0=4, gpu_1=4):
+        found["shared: 2 x 4 ranks, 4 engines of 2"] = world.run(
+            *trainers(2, 4), *engines(4, 2), "--colocate", starts=True
+        )
+    with world.taken(gpu_0=1):
+        found["one GPU of gpu-0 taken, shared: 2 x 8 ranks"] = world.run(*trainers(2, 8), *engines(16), "--colocate")
     first = parse([*FLAGS, *trainers(1, 8), *engines(8)])
     with placement.reserved(first):
         found["a second run beside one that has all"] = world.run(*trainers(1, 8), *engines(1))

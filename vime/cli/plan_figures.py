@@ -145,8 +145,9 @@ def _speed(config: Config, parts: Sequence[Part], figures: Estimate) -> list[str
     assumed = f"{TFLOPS:g} TFLOP/s a rank assumed" if figures.is_trainer_assumed else "--trainer-tflops"
     rate = f"{UPDATE_GB_PER_S:g} GB/s assumed" if figures.is_update_assumed else "--update-gb-per-sec"
     gpus = cluster.rollout_num_gpus_per_engine
+    shared = ", which are those of the policy's ranks" if cluster.colocate else ""
     lines = [
-        f"{num_trainers} trainer ranks, {cluster.num_engines} engine(s) of {gpus} GPU(s)",
+        f"{num_trainers} trainer ranks, {cluster.num_engines} engine(s) of {gpus} GPU(s){shared}",
         "Estimates, never compared with a GPU:",
         f"  trainer: {figures.trainer_tokens_per_sec:,.0f} response tokens/s ({assumed})",
         f"  weight update: {figures.update_secs:.1f} s for {figures.update_gb:.1f} GB ({rate})",

@@ -19,6 +19,7 @@ from vime.config.algo_checks import (
     needs_teacher,
     resolve_algo,
 )
+from vime.config.colocation import check_colocation, resolve_colocation, transport_in_turns
 from vime.config.eval_sets import eval_sets
 from vime.config.external_engines import check_external_addresses
 from vime.config.flags import knobs
@@ -61,7 +62,13 @@ def _derive(config: Config, found: Problems) -> Config:
     cluster, rollout, batch, queue = config.cluster, config.rollout, config.batch, config.queue
     device = cluster.device if cluster.device != "auto" else ("cuda" if has_cuda() else "cpu")
     on_cuda = device == "cuda"
-    config = config.replace(device=device, **_resolve_precision(config, on_cuda=on_cuda))
+    config = config.replace(
+        device=device,
+        actor_num_gpus_per_node=cluster.actor_num_gpus_per_node or (8 if on_cuda else 1),
+        **_resolve_precision(config, on_cuda=on_cuda),
+    )
+    config = config.replace(**resolve_colocation(config))
+    cluster = config.cluster
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     num_engines = cluster.rollout_num_engines
     if num_engines is None and cluster.rollout_external_engine_addrs:
@@ -75,7 +82,6 @@ def _derive(config: Config, found: Problems) -> Config:
     one_step = {"global_batch_size": samples, "num_steps_per_rollout": 1}
     return config.replace(
         distributed_backend=cluster.distributed_backend or ("nccl" if on_cuda else "gloo"),
-        actor_num_gpus_per_node=cluster.actor_num_gpus_per_node or (8 if on_cuda else 1),
         rollout_num_engines=num_engines,
         rollout_num_gpus=cluster.rollout_num_gpus or num_engines * cluster.rollout_num_gpus_per_engine,
         over_sampling_batch_size=rollout.over_sampling_batch_size or rollout.rollout_batch_size,
@@ -192,6 +198,8 @@ def _resolve_agreement(config: Config) -> dict[str, float | str]:
 
 def _resolve_transport(config: Config, device: str) -> str:
     chosen = config.weights.update_weight_transport
+    if chosen == "auto" and config.cluster.colocate:
+        return transport_in_turns(config)
     if chosen == "auto":
         return "nccl" if device == "cuda" else "shm" if config.cluster.ray_address is None else "gloo"
     if chosen == "nccl" and device == "cpu":
@@ -296,11 +304,11 @@ def _check_processes(config: Config) -> None:
             )
     for flag, is_given in (
         ("--separate-roles", bool(cluster.separate_roles)),
-        ("--offload-train", cluster.offload_train),
+        ("--offload-train", cluster.offload_train and not cluster.colocate),
     ):
         if is_given and debug.debug_rollout_only:
             raise ConfigError(f"{flag} with --debug-rollout-only has no effect: no trainer starts. Remove one.")
-    if cluster.offload_train and debug.debug_train_only:
+    if cluster.offload_train and debug.debug_train_only and not cluster.colocate:
         raise ConfigError(
             "--offload-train with --debug-train-only has no effect: no engine starts, so the trainer never waits. "
             "Remove one of the two."
@@ -526,6 +534,7 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _check_rewards,
     _check_algorithm,
     _check_processes,
+    check_colocation,
     _check_critic,
     lambda config: check_lora(config.lora),
     _check_eval,

@@ -29,8 +29,8 @@ class ClusterConfig:
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine (its tensor-parallel size)", minimum=1)
     rollout_num_engines: int | None = flag(
         None,
-        "vLLM engines; empty: --rollout-num-gpus / --rollout-num-gpus-per-engine, or 1 on the CPU; 0, with "
-        "--transferqueue-mode external: every group comes from jobs outside",
+        "vLLM engines; empty: --rollout-num-gpus / --rollout-num-gpus-per-engine, or 1 on the CPU; with --colocate as "
+        "many as the trainers' GPUs hold; 0, with --transferqueue-mode external: every group comes from jobs outside",
         minimum=0,
     )
     rollout_external_engine_addrs: tuple[str, ...] = flag(
@@ -77,6 +77,12 @@ class ClusterConfig:
         False,
         "trainer ranks move weights, gradients and optimizer state to host memory while engines generate and evaluate; "
         "on the CPU the same is done but frees nothing",
+    )
+    colocate: bool = flag(
+        False,
+        "engines and the policy's trainer ranks take turns on the same GPUs: engines sleep while trainers work and the "
+        "reverse (then --offload-train is on; modes off and buffer under train.py); on the CPU the same is done but "
+        "frees nothing",
     )
     max_restarts: int = flag(
         3,

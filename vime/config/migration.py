@@ -227,10 +227,6 @@ OF_VLLM_TOO = frozenset(
 )
 """Of these, the names that vLLM 0.32 has as well: behind --vllm- they are vLLM's."""
 
-_COLOCATE = (
-    "Trainer and engines cannot share GPUs yet. Remove it and give engines GPUs of their own: "
-    "--rollout-num-gpus N beside --actor-num-gpus-per-node."
-)
 _OFFLOAD = (
     "Remove it; --use-distributed-optimizer shards the optimizer over the ranks, --offload-train empties the GPU."
 )
@@ -242,9 +238,10 @@ MISSING: dict[str, Missing] = {
     "--custom-loss-function-path": Missing(
         "Say --loss-type custom_loss --custom-loss-path with a function (args, logp_T, entropy_T, columns)."
     ),
-    "--colocate": Missing(_COLOCATE),
-    "--offload": Missing("Say --offload-train; engines keep their GPUs."),
-    "--offload-rollout": Missing("Remove it: engines keep their GPUs."),
+    "--offload": Missing(
+        "Remove it: --colocate lets trainers and engines sleep in turn, --offload-train trainers alone."
+    ),
+    "--offload-rollout": Missing("Remove it: engines sleep with --colocate, and else keep their GPUs."),
     "--optimizer-cpu-offload": Missing(_OFFLOAD),
     "--overlap-cpu-optimizer-d2h-h2d": Missing(_OFFLOAD),
     "--use-precision-aware-optimizer": Missing(_OFFLOAD),

@@ -301,7 +301,10 @@ class WeightsConfig:
 
     update_weights_interval: int = flag(1, "rounds between weight updates", minimum=1)
     update_weight_transport: str = flag(
-        "auto", "auto: shm on one CPU host, nccl on GPUs", choices=("auto", "nccl", "gloo", "shm", "disk")
+        "auto",
+        "auto: shm on one CPU host, nccl on GPUs; with --colocate on GPUs ipc (one engine opens the memory of "
+        "the trainer on its GPU), shm with several engines, gloo on several nodes",
+        choices=("auto", "nccl", "gloo", "shm", "ipc", "disk"),
     )
     update_weight_buffer_size: int | None = flag(
         None,

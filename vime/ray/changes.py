@@ -90,6 +90,11 @@ class FleetChanges:
             request = take(self._run_dir, name)
             if request is None:
                 return
+            if self._config.cluster.colocate:
+                raise ConfigError(
+                    f"{request.command} with --colocate: engines and trainers share GPUs, so that no engine can be "
+                    "stopped or added alone. Start the run again with other numbers."
+                )
             if request.command == "drain":
                 within_s = request.within_s or self._config.rollout.generate_timeout_secs
                 self._open[name] = _Drain(

@@ -100,7 +100,8 @@ def demand_of(config: Config) -> Demand:
     if not config.debug.debug_train_only:
         engines = config.cluster.num_started_engines
         cpus += ENGINE_CPUS * engines
-        gpus += engines * config.cluster.rollout_num_gpus_per_engine if on_cuda else 0
+        own_gpus = on_cuda and not config.cluster.colocate  # else those of the trainers
+        gpus += engines * config.cluster.rollout_num_gpus_per_engine if own_gpus else 0
     if config.queue.has_ledger or config.queue.transferqueue_mode == BUFFER:
         cpus += QUEUE_CPUS * (1 + config.queue.num_data_storage_units)
     if config.queue.has_ledger:

@@ -33,6 +33,7 @@ from vime.ray.round_metrics import RoundMetrics
 from vime.ray.saver import Saver
 from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
+from vime.ray.turns import Turns
 from vime.ray.waits import Result, said_meanwhile, wait_for
 from vime.types import EngineLostError, EngineReport, MismatchError, Version
 from vime.utils.failpoints import Point, failpoint
@@ -96,6 +97,9 @@ class Components:
             deadline_s=config.cluster.train_timeout_secs + GRACE_S,
             on_saved=self._note_saved,
         )
+        self.turns: Turns | None = None
+        if config.cluster.colocate and parts.trainers is not None and parts.engines is not None:
+            self.turns = Turns(config, parts.trainers, parts.engines, watchers.round_metrics)
         self._mismatch = MismatchGuard(
             config,
             run_dir,
@@ -125,7 +129,7 @@ class Components:
 
     def start_generation(self, rollout_id: int) -> ObjectRef[GeneratedRound]:
         """Begin a round of generation and return at once."""
-        self._rest_trainers()
+        self._let_engines_work()
         return self.parts.manager.ask(RolloutManager.generate, rollout_id)
 
     def finish_generation(self, pending: ObjectRef[GeneratedRound]) -> GeneratedRound:
@@ -165,6 +169,8 @@ class Components:
         if self.parts.trainers is None:
             return
         self.watchers.screen.activity("training")
+        if self.turns is not None:
+            self.turns.train()
         self.doing = Doing.TRAINING
         trainers, started = self.parts.trainers, time.monotonic()
         with self.watchers.round_metrics.timed("perf/train_time"):
@@ -212,6 +218,8 @@ class Components:
             return
         self.watchers.screen.activity("moving weights to the engines")
         self.doing = Doing.PUBLISHING
+        if self.turns is not None:
+            self.turns.update()
         with self.watchers.round_metrics.timed("perf/update_weights_time"):
             version, metrics = self.versions.trained, {"weights/version": float(self.versions.trained)}
             content_hash, reports = "", list[EngineReport]()
@@ -226,10 +234,13 @@ class Components:
         if engines is not None:
             engines.served(version, reports)
         with self.watchers.round_metrics.timed("perf/agreement_time"):  # before new prompts, which would delay it
-            compared = self._mismatch.after_publish(self.versions.trained)
+            between = None if self.turns is None else self.turns.generate
+            compared = self._mismatch.after_publish(self.versions.trained, between)
             if engines is not None and self.config.weights.check_weight_update_equal:
                 self._check_agreement(trainers, engines)
         failpoint(Point.RELEASE)
+        if self.turns is not None:
+            self.turns.generate()
         if self.parts.stream is not None:
             self.parts.stream.release(version)
         failpoint(Point.RELEASED)
@@ -244,7 +255,8 @@ class Components:
     def _check_agreement(self, trainers: Trainers, engines: Engines) -> None:
         """--check-weight-update-equal. An engine that is lost meanwhile is for the next check of the engines."""
         try:
-            check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained)
+            between = None if self.turns is None else self.turns.generate
+            check_engines_agree(self.config, trainers, engines.fleet, self.versions.trained, between=between)
         except EngineLostError as error:
             if engines.num_serving == 1:
                 raise
@@ -266,7 +278,7 @@ class Components:
         by_jobs = self.config.queue.transferqueue_mode == EXTERNAL
         if not self.config.eval.has_sets or (self.parts.engines is None and not by_jobs):
             return
-        self._rest_trainers()
+        self._let_engines_work()
         if self.parts.engines is None:
             self.watchers.screen.note(
                 f"evaluation before round {rollout_id}: by jobs outside, with tokens of scope eval"
@@ -356,9 +368,12 @@ class Components:
         """Whether nothing was trained that is not in a checkpoint."""
         return self.trained_round in (self._start.rollout_id - 1, self.saver.newest_round)
 
-    def _rest_trainers(self) -> None:
-        """Free the trainers' device memory while the engines work (--offload-train). Their next call wakes them up."""
-        if self.config.cluster.offload_train and self.parts.trainers is not None:
+    def _let_engines_work(self) -> None:
+        """Free the trainers' device memory while the engines work (--offload-train); with --colocate they then take
+        it. The trainers' next call wakes them up."""
+        if self.turns is not None:
+            self.turns.generate()
+        elif self.config.cluster.offload_train and self.parts.trainers is not None:
             with self.watchers.round_metrics.timed("perf/offload_time"):
                 self.parts.trainers.sleep()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -30,11 +31,14 @@ class ServerActor(Protocol):
 class EngineActor:
     """Owns one `vllm serve` child. The child dies with this actor."""
 
-    def __init__(self, config: Config, index: int, run_dir: str, keys: EngineKeys) -> None:
+    def __init__(
+        self, config: Config, index: int, run_dir: str, keys: EngineKeys, shared_gpus: Sequence[str] = ()
+    ) -> None:
+        """`shared_gpus`: with --colocate, what Ray gave to the ranks; it gave none to this process."""
         self._config = config
         keep_collectives_on_interface(config)
         setup_logging(Path(run_dir), f"engine-{index}")
-        see_only(ray.get_gpu_ids())
+        see_only(shared_gpus or ray.get_gpu_ids())
         self._process = EngineProcess(config, index=index, run_dir=Path(run_dir), host=listen_host(config), keys=keys)
 
     def start(self, deadline_s: float) -> EngineAddress:

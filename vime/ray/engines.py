@@ -13,10 +13,11 @@ import ray
 from ray import ObjectRef
 
 from vime.backends.vllm_utils.access import EngineKeys
-from vime.backends.vllm_utils.control import FleetControl
+from vime.backends.vllm_utils.control import KV_CACHE, WEIGHTS, FleetControl
 from vime.backends.vllm_utils.external import KEYS_FLAG, owner_name
 from vime.backends.vllm_utils.router import CHANGE_S, RouterLostError
-from vime.config.deadlines import health_deadline_s
+from vime.config.colocation import shared_ranks
+from vime.config.deadlines import health_deadline_s, update_deadline_s
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.ray.actor import Actor, Options, start_actor
@@ -57,6 +58,7 @@ GRACE_S = 30.0  # beyond a health check's own deadline, for an actor to say what
 
 
 MAX_CALLS = 4  # at a time in an actor
+POLL_S = 0.25
 
 
 @dataclass(slots=True)
@@ -81,6 +83,10 @@ class Engines:
     An engine that is lost while another serves is started again, up to --max-restarts times in a row without a version
     that it confirmed; the update that brings it one readmits it (decision 0039). The router is started again at its
     address, up to as often without a version in between. `tell` shows a message to the user.
+
+    `rank_gpus`: with --colocate, the GPUs that Ray gave to each rank of the policy. Engines sleep between `sleep` and
+    `wake_up` of both parts of their memory; a lost one is started again only while all are awake, when the trainers
+    hold no device memory.
     """
 
     def __init__(
@@ -91,9 +97,13 @@ class Engines:
         tell: Callable[[str], None] = logger.warning,
         *,
         places: Places = ANYWHERE,
+        rank_gpus: Sequence[Sequence[str]] = (),
     ) -> None:
         self._config, self._run_dir, self._keys = config, run_dir, keys_of(config)
-        self._events, self._tell = events, tell
+        self._events, self._tell, self._rank_gpus = events, tell, rank_gpus
+        self._asleep: tuple[str, ...] = ()  # parts of the engines' memory, in the order in which they wake up
+        self._is_discarded = False  # no engine has weights until an update brings them
+        self._is_stopped = False
         self._deadline_s, self._health_s = config.cluster.start_timeout_secs, health_deadline_s(config)
         self._router: ManagedRouter | None = None
         outside = config.cluster.rollout_external_engine_addrs
@@ -200,6 +210,62 @@ class Engines:
             except VimeError as error:
                 self._end = error
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether prompts would wait."""
+        return bool(self._asleep)
+
+    def sleep(self, level: int) -> None:
+        """Let every engine free its GPUs. Waits for: engines that are being started, then requests that still run.
+        Level 2 discards the weights: an update has to come before the engines take prompts again."""
+        if self._asleep or self._is_stopped:
+            return
+        self._wait_until_started()
+        self._on_all(lambda fleet: fleet.sleep(level), "was lost while it was to sleep")
+        self._asleep, self._is_discarded = (WEIGHTS, KV_CACHE), level > 1
+
+    def wake_up(self, part: str) -> None:
+        """Let every engine take memory for WEIGHTS, or KV_CACHE, of which the last lets it take prompts. Does nothing
+        where that is awake."""
+        if part not in self._asleep or self._is_stopped:
+            return
+        assert part == self._asleep[0], "weights first: an update needs no cache"
+        is_last = self._asleep == (part,)
+        assert not (is_last and self._is_discarded), "an update comes before prompts"
+        self._on_all(lambda fleet: fleet.wake_up(part, is_last=is_last), "was lost while it was to wake up")
+        self._asleep = self._asleep[1:]
+
+    def _on_all(self, call: Callable[[FleetControl], None], why: str) -> None:
+        """Make a call of every engine that responds; one that is lost in it is left out, as in an update."""
+        asked = [engine for engine in self._engines if engine.address is not None]
+        fleet = FleetControl(
+            [engine.address for engine in asked if engine.address is not None],
+            timeout_s=update_deadline_s(self._config),
+            may_lose=len(asked) > 1,
+        )
+        try:
+            call(fleet)
+            answered = set(fleet.addresses)
+        finally:
+            fleet.close()
+        for engine in asked:
+            if engine.address not in answered:
+                self._lose(engine, EngineLostError(f"{engine.name} {why}."))
+
+    def _wait_until_started(self) -> None:
+        """Wait for lost engines that are being started again: one that takes its memory later would find it gone."""
+        ends = time.monotonic() + self._deadline_s + GRACE_S
+        while starting := [engine for engine in self._engines if engine.state is EngineState.STARTING]:
+            names = [engine.name for engine in starting]
+            if time.monotonic() >= ends:
+                raise WaitTimeoutError(
+                    "engines to start again", self._deadline_s, ", ".join(names), "See RUN_DIR/logs."
+                )
+            with waiting("engines to start again before trainers take the GPUs", *names, deadline_s=self._deadline_s):
+                ray.wait([engine.starting for engine in starting if engine.starting is not None], timeout=POLL_S)
+            for engine in starting:
+                self._look_at_start(engine)
+
     def begin_update(self) -> list[EngineAddress]:
         """Return the engines that an update goes to. `served` ends it."""
         self._num_updates += 1
@@ -210,7 +276,7 @@ class Engines:
         """The engines of these reports have confirmed `version`: prompts go to them. One that was to get the update and
         is not among them is lost."""
         self._num_updates += 1
-        self._serving = version
+        self._serving, self._is_discarded = version, False
         if self._router is not None and self._router.is_up:
             self._router.losses.end()
         confirmed = {report.engine for report in reports}
@@ -299,6 +365,7 @@ class Engines:
         """Stop the router first, then the engines; an actor that is gone took its child with it. `grace_s` 0, after a
         failed start: actors that are not up yet are not waited for, but all running servers together get a moment, so
         that none outlives the run."""
+        self._is_stopped = True
         self._close_fleet()
         for engine in self._engines:
             engine.losses.end()
@@ -452,9 +519,12 @@ class Engines:
             )
             engine.begin(held, held.ask(EngineActor.start, self._deadline_s))
             return
-        gpus = self._config.cluster.rollout_num_gpus_per_engine if self._config.cluster.device == "cuda" else 0
+        cluster = self._config.cluster
+        gpus = cluster.rollout_num_gpus_per_engine if cluster.device == "cuda" and not cluster.colocate else 0
         options: Options = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS, **engine.place}
-        actor = start_actor(EngineActor, options, self._config, engine.index, str(self._run_dir), self._keys)
+        ranks = shared_ranks(self._config, engine.index) if self._rank_gpus else ()
+        shared = [gpu for rank in ranks for gpu in self._rank_gpus[rank]]
+        actor = start_actor(EngineActor, options, self._config, engine.index, str(self._run_dir), self._keys, shared)
         engine.begin(actor, actor.ask(EngineActor.start, self._deadline_s))
 
     def _go_on_starting(self) -> None:
@@ -465,7 +535,8 @@ class Engines:
         elif router is not None and router.losses.first_at is not None and time.monotonic() >= router.losses.start_at:
             router.begin(self._to_ask(), self._deadline_s)
         for engine in [*self._engines]:  # one that was added and does not start is taken out
-            if engine.state is EngineState.LOST and time.monotonic() >= engine.losses.start_at:
+            may_start = not self._asleep and time.monotonic() >= engine.losses.start_at
+            if engine.state is EngineState.LOST and may_start:
                 self._start(engine)
                 self._emit(EventKind.ENGINE_STARTING, engine=engine.name)
             elif engine.state is EngineState.STARTING:

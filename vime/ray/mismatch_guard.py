@@ -30,8 +30,9 @@ from vime.observability.screen import Screen
 from vime.ray.actor import Actor
 from vime.ray.mismatch_probes import MismatchProbes
 from vime.ray.probe import RowImages, compare_with_engines
+from vime.ray.rank_rounds import TrainedRound
 from vime.ray.rollout_manager import GeneratedRound, RolloutManager, SampleText
-from vime.ray.trainers import TrainedRound, Trainers
+from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
 from vime.training.evidence import COMPARED, RESCORED, MeasuredMismatch, merge, of_rows
 from vime.types import EngineError, MismatchError, SamplingRule, Version, VimeError
@@ -45,6 +46,8 @@ class HasFleet(Protocol):
 
     @property
     def fleet(self) -> FleetControl: ...
+    @property
+    def is_asleep(self) -> bool: ...
 
 
 class MismatchGuard:
@@ -100,7 +103,7 @@ class MismatchGuard:
         ):
             return
         rollout_id = generated.rollout_id
-        fresh = self._probes.engine_logprobs(rows, self._images(rollout_id, rows))
+        fresh = self._probes_of(self._fleet).engine_logprobs(rows, self._images(rollout_id, rows))
         if fresh:
             found, stage = of_rows(rows, fresh[0].log_probs), Stage.AFTER_GENERATION
             self._rescored[rollout_id] = {RESCORED: found.mean}
@@ -108,14 +111,15 @@ class MismatchGuard:
                 found, rollout_id=rollout_id, stage=stage, version=serving, rule=self._rule, is_current=False
             )
 
-    def after_publish(self, version: Version) -> dict[str, float]:
-        """Compare fresh scores with the trainer's log-probabilities, when the last round had no token to compare."""
+    def after_publish(self, version: Version, between: Callable[[], None] | None = None) -> dict[str, float]:
+        """Compare fresh scores with the trainer's log-probabilities, when the last round had no token to compare.
+        `between`: as in `compare_with_engines`."""
         generated, self._unconfirmed = self._unconfirmed, None
-        if generated is None or not (generated.probe and self._fleet and self._is_judged):
+        if generated is None or not (generated.probe and self._engines and self._is_judged):
             return {}
         try:
             images = self._images(generated.rollout_id, generated.probe)
-            found = compare_with_engines(self._fleet, self._ranks, generated.probe, images)
+            found = compare_with_engines(self._engines.fleet, self._ranks, generated.probe, images, between=between)
         except EngineError as error:
             logger.warning("engines and trainer are not compared after round %d: %s", generated.rollout_id, error)
             return {}
@@ -125,7 +129,10 @@ class MismatchGuard:
 
     @property
     def _fleet(self) -> FleetControl | None:
-        return None if self._engines is None else self._engines.fleet
+        """None: no engine can be asked for scores."""
+        if self._engines is None or (self._config.cluster.colocate and self._engines.is_asleep):
+            return None
+        return self._engines.fleet
 
     @property
     def _ranks(self) -> Trainers:
@@ -138,10 +145,9 @@ class MismatchGuard:
         assert threshold is not None, "resolved at start"
         return threshold
 
-    @property
-    def _probes(self) -> MismatchProbes:
+    def _probes_of(self, fleet: FleetControl | None) -> MismatchProbes:
         return MismatchProbes(
-            self._config, trainers=self._ranks, fleet=self._fleet, texts_of=self._texts, threshold=self._threshold
+            self._config, trainers=self._ranks, fleet=fleet, texts_of=self._texts, threshold=self._threshold
         )
 
     def _record_above(
@@ -158,7 +164,8 @@ class MismatchGuard:
         if not found.mean > self._threshold:
             return
         self._screen.activity("recording where trainer and engine differ")
-        record = self._probes.record(
+        # the trainers score the rows; with --colocate the engines are asleep meanwhile
+        record = self._probes_of(None if self._config.cluster.colocate else self._fleet).record(
             found, rollout_id=rollout_id, stage=stage, version=version, rule=rule, is_current=is_current
         )
         path: Path | None = None

@@ -3,7 +3,9 @@
 Ray places one actor at a time, wherever something is free: the ranks of one tensor-parallel group may come to lie on
 two nodes, and an engine of eight GPUs waits without an end where eight nodes have one each. Here one placement group is
 asked for before the first actor. Its bundles, which Ray never divides, are the ranks of a node
-(--actor-num-gpus-per-node of them, once for each of --actor-num-nodes and each world of ranks) and each engine.
+(--actor-num-gpus-per-node of them, once for each of --actor-num-nodes and each world of ranks) and each engine. With
+--colocate an engine goes into the bundle of the ranks whose GPUs it shares. Ray gives a GPU to one actor alone, so it
+gives them to the ranks, and each engine is told which ones its ranks got.
 
 A local Ray has one node: there nothing is asked for.
 """
@@ -21,6 +23,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from vime.config.colocation import shared_ranks
 from vime.config.parse import Config
 from vime.ray.actor import Options
 from vime.ray.cluster import ENGINE_CPUS, LEDGER_CPUS, MANAGER_CPUS, TRAINER_CPUS, num_trainer_ranks
@@ -131,18 +134,41 @@ def engine_bundle(config: Config, what: str) -> Bundle:
 
 
 def bundles_of(config: Config) -> list[Bundle]:
-    """Return what has to be together: for each world of ranks the ranks of each node, then each engine."""
+    """Return what has to be together: for each world of ranks the ranks of each node, then each engine that has GPUs of
+    its own."""
     cluster, bundles = config.cluster, list[Bundle]()
     on_cuda = cluster.device == "cuda"
+    if cluster.colocate:
+        bundles += _shared_bundles(config)
     if not config.debug.debug_rollout_only:
         per_node = cluster.actor_num_gpus_per_node or 1
-        for world, number in itertools.product(_worlds(config), range(cluster.actor_num_nodes)):
+        worlds = _worlds(config)[1:] if cluster.colocate else _worlds(config)
+        for world, number in itertools.product(worlds, range(cluster.actor_num_nodes)):
             ranks = f"ranks {number * per_node} to {(number + 1) * per_node - 1}" if per_node > 1 else f"rank {number}"
             bundles.append(
                 Bundle(what=f"{world} {ranks}", cpus=TRAINER_CPUS * per_node, gpus=per_node if on_cuda else 0)
             )
-    if not config.debug.debug_train_only:
+    if not config.debug.debug_train_only and not cluster.colocate:
         bundles += [engine_bundle(config, f"engine-{n}") for n in range(cluster.num_started_engines)]
+    return bundles
+
+
+def _shared_bundles(config: Config) -> list[Bundle]:
+    """Return for each node the ranks of the policy and the engines on their GPUs, which are reserved once."""
+    cluster = config.cluster
+    per_node = cluster.actor_num_gpus_per_node or 1
+    bundles = []
+    for node in range(cluster.actor_num_nodes):
+        ranks = range(node * per_node, (node + 1) * per_node)
+        engines = [f"engine-{n}" for n in range(cluster.num_engines) if shared_ranks(config, n)[0] in ranks]
+        named = f"ranks {ranks[0]} to {ranks[-1]}" if per_node > 1 else f"rank {ranks[0]}"
+        bundles.append(
+            Bundle(
+                what=" and ".join([f"trainer {named}", *engines]),
+                cpus=TRAINER_CPUS * per_node + ENGINE_CPUS * len(engines),
+                gpus=per_node if cluster.device == "cuda" else 0,
+            )
+        )
     return bundles
 
 
@@ -227,6 +253,9 @@ def _places(config: Config, group: PlacementGroup, order: Callable[[int], int], 
             worlds.append([at(number) for number in sorted(numbers, key=order) for _ in range(per_node)])
             first += len(numbers)
     num_engines = 0 if config.debug.debug_train_only else config.cluster.num_started_engines
+    if config.cluster.colocate:
+        shared = [worlds[0][shared_ranks(config, engine)[0]] for engine in range(num_engines)]
+        return Places(worlds=worlds, engines=shared, home=home)
     return Places(worlds=worlds, engines=[at(first + index) for index in range(num_engines)], home=home)
 
 

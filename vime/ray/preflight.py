@@ -399,6 +399,11 @@ def _check_prefetch(config: Config) -> None:
     """Check the staleness bound of train_async.py. Round r + 1 starts on what the engines serve before round r trains,
     so with an update every I rounds its tokens are up to I versions old when it trains: one more than under
     train.py."""
+    if config.cluster.colocate:
+        raise ConfigError(
+            "--colocate under train_async.py: the next round is generated while this one trains, and both would need "
+            "the same GPUs. Use train.py, or give engines GPUs of their own: --rollout-num-gpus N without --colocate."
+        )
     if config.cluster.offload_train:
         raise ConfigError(
             "--offload-train under train_async.py has no effect: the next round is generated while this one trains. "

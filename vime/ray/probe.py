@@ -13,7 +13,7 @@ import io
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
@@ -65,10 +65,21 @@ def lacks_images(rows: Sequence[TrainRow], images: RowImages) -> bool:
 
 
 def compare_with_engines(
-    fleet: FleetControl, trainers: Trainers, rows: Sequence[TrainRow], images: RowImages
+    fleet: FleetControl,
+    trainers: Trainers,
+    rows: Sequence[TrainRow],
+    images: RowImages,
+    *,
+    between: Callable[[], None] | None = None,
 ) -> dict[str, MeasuredMismatch]:
     """Return by engine how far its new scores are from the trainer's at the trainable tokens of `rows`. Both score at
-    the same time. EngineError when an engine cannot be reached."""
+    the same time; with `between` the trainers first, and it is called before the engines do. EngineError when an engine
+    cannot be reached."""
+    if between is not None:
+        own = trainers.log_probs(list(rows), SamplingRule())
+        between()
+        scored = rescore(fleet, rows, images)
+        return {each.engine: of_rows(_as_recorded(rows, each.log_probs), own) for each in scored}
     with ThreadPoolExecutor(1, thread_name_prefix="rescore") as beside:
         asked = beside.submit(rescore, fleet, rows, images)
         own = trainers.log_probs(list(rows), SamplingRule())
@@ -76,9 +87,17 @@ def compare_with_engines(
     return {each.engine: of_rows(_as_recorded(rows, each.log_probs), own) for each in scored}
 
 
-def check_engines_agree(config: Config, trainers: Trainers, fleet: FleetControl, version: Version) -> float:
+def check_engines_agree(
+    config: Config,
+    trainers: Trainers,
+    fleet: FleetControl,
+    version: Version,
+    *,
+    between: Callable[[], None] | None = None,
+) -> float:
     """Compare the scores of a fixed text, with --multimodal-keys also of one about a fixed image where the context
-    has space for it, and return the worst engine's difference, nats a token; PublishError above the bound."""
+    has space for it, and return the worst engine's difference, nats a token; PublishError above the bound. `between`:
+    as in `compare_with_engines`."""
     bound = BF16_BOUND if config.parallel.bf16 else FP32_BOUND
     worst = 0.0
     rows, images = [_probe_row(version)], cast("list[Mapping[str, object] | None]", [None])
@@ -86,7 +105,7 @@ def check_engines_agree(config: Config, trainers: Trainers, fleet: FleetControl,
         row, inputs = image_probe(config.flat, version)
         if row.total_length < context_limit(config.flat):
             rows, images = [*rows, row], [*images, inputs]
-    for engine, found in compare_with_engines(fleet, trainers, rows, images).items():
+    for engine, found in compare_with_engines(fleet, trainers, rows, images, between=between).items():
         medians = [statistics.median(suspect.gaps()) for suspect in found.suspects]
         difference = max(medians) if config.parallel.bf16 else found.largest
         if math.isnan(found.mean):  # one NaN token is enough; neither median nor maximum would show it

@@ -30,6 +30,7 @@ class Publisher:
     ) -> None:
         weights, self._deadline_s = config.weights, update_deadline_s(config)
         self._config = weights
+        self._is_released_by_driver = config.cluster.colocate  # when the engines' cache has its memory again
         may_lose = may_lose and weights.update_weight_transport in EACH_BY_ITSELF
         self._fleet = FleetControl(engines, timeout_s=self._deadline_s, may_lose=may_lose)
         directory = Path(weights.update_weight_disk_dir) if weights.update_weight_disk_dir else run_dir / "weights"
@@ -80,7 +81,7 @@ class Publisher:
             pause_mode=self._config.pause_mode or "wait",
             deadline_s=self._deadline_s,
             adapter=adapter,
-            is_released=is_released,
+            is_released=is_released and not self._is_released_by_driver,
         )
 
     def close(self) -> None:

@@ -43,8 +43,10 @@ def save_on_failure(components: Components) -> tuple[bool, str]:
         except Exception:  # boundary: a line of metrics is worth less than the round, and its sink may be what failed
             logger.exception("the metrics of round %d could not be written", trained)
     try:
-        if components.doing is Doing.PUBLISHING and components.parts.engines is not None:
-            components.parts.engines.stop()  # rank 0 may wait for one that hangs, and no rank can save meanwhile
+        engines, is_publishing = components.parts.engines, components.doing is Doing.PUBLISHING
+        if engines is not None and (is_publishing or (components.turns is not None and components.has_work())):
+            # rank 0 may wait for one that hangs, and no rank can save meanwhile; or they have the trainers' GPUs
+            engines.stop()
         components.save()
         components.saver.finish()
     except Exception as error:  # boundary: reported together with the error that ended the run

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from vime.config.algo_checks import check_policy_moves
+from vime.config.colocation import sleep_level
 from vime.config.parse import Config
 from vime.config.queue_checks import EXTERNAL
 from vime.config.schedule import steps_of_round
@@ -113,15 +114,22 @@ def start_components(
         places = stack.enter_context(reserved(config, starter.poll))
         # before the queue: engines take longest to start, and Ray has few workers ready
         has_engines = config.cluster.num_engines > 0 and not config.debug.debug_train_only
-        engines = Engines(config, run_dir, events, screen.warn, places=places) if has_engines else None
+        engines, trainers = None, None
+        if has_engines and not config.cluster.colocate:
+            engines = Engines(config, run_dir, events, screen.warn, places=places)
         address = None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
                 address = start_queue(config)
             stack.callback(stop_queue, address)
         behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends after all parts
+        if config.cluster.colocate:
+            trainers = _trainers(config, run_dir, address, starter, stack, places)
+            with starter.part("gpus", "placing the trainer ranks"):
+                rank_gpus = trainers.gpus(starter.poll)
+            engines = Engines(config, run_dir, events, screen.warn, places=places, rank_gpus=rank_gpus)
         cursor = None if start.checkpoint is None else read_run_state(start.checkpoint).data_source
-        parts = _start_parts(config, run_dir, address, engines, starter, stack, cursor, places)
+        parts = _start_parts(config, run_dir, address, engines, trainers, starter, stack, cursor, places)
         if config.queue.has_ledger:
             with starter.part("ledger", "opening the ledger"):
                 parts.stream = _open_stream(config, run_dir, parts, start, places.home)
@@ -161,6 +169,7 @@ def _start_parts(
     run_dir: Path,
     queue_address: QueueAddress | None,
     engines: Engines | None,
+    trainers: Trainers | None,
     starter: Starter,
     stack: contextlib.ExitStack,
     cursor: dict[str, object] | None,
@@ -172,10 +181,8 @@ def _start_parts(
     stack.callback(_stop_manager, manager, starter)
     if engines is not None:
         stack.callback(lambda: engines.stop(starter.grace(ENGINES_STOP_S)))
-    trainers = None
-    if not config.debug.debug_rollout_only:
-        trainers = Trainers(config, run_dir, queue_address, places)
-        stack.callback(lambda: trainers.stop(starter.grace(TRAINERS_STOP_S)))
+    if trainers is None and not config.debug.debug_rollout_only:
+        trainers = _trainers(config, run_dir, queue_address, starter, stack, places)
     with starter.part("rollout_manager", "reading prompts and plug-ins"):
         [info] = wait_for(
             [manager.ask(RolloutManager.prepare, cursor)],
@@ -186,8 +193,9 @@ def _start_parts(
         )
     starter.tell_left_out(info)
     num_rollout = _num_rollout(config, info)
-    if trainers is not None:
-        trainers.start(num_rollout * steps_of_round(config), starter.poll)
+    total_steps = num_rollout * steps_of_round(config)
+    if trainers is not None and not config.cluster.colocate:
+        trainers.start(total_steps, starter.poll)
     if engines is not None:
         with starter.part("engines", f"starting {len(engines)} vLLM engine(s) and the router, about 15 s"):
             [node_id] = wait_for(
@@ -200,10 +208,27 @@ def _start_parts(
             owner="RolloutManager",
             deadline_s=30,
         )
+    if trainers is not None and engines is not None and config.cluster.colocate:
+        # a vLLM engine takes its share of a GPU that it finds free, so no model of a trainer may be there yet
+        engines.sleep(sleep_level(config))
+        trainers.start(total_steps, starter.poll)
     if trainers is not None:
         with starter.part("trainers", f"building the model on {len(trainers)} trainer rank(s)"):
             trainers.wait_ready(starter.poll)
     return Parts(manager, trainers, engines, num_rollout)
+
+
+def _trainers(
+    config: Config,
+    run_dir: Path,
+    queue_address: QueueAddress | None,
+    starter: Starter,
+    stack: contextlib.ExitStack,
+    places: Places,
+) -> Trainers:
+    trainers = Trainers(config, run_dir, queue_address, places)
+    stack.callback(lambda: trainers.stop(starter.grace(TRAINERS_STOP_S)))
+    return trainers
 
 
 def _open_stream(config: Config, run_dir: Path, parts: Parts, start: Start, home: Options) -> Stream:

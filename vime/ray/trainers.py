@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray import ObjectRef
@@ -21,7 +20,7 @@ from vime.config.deadlines import update_deadline_s
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER
 from vime.data.rows import TrainRow
-from vime.handoff.receipts import SteppedGroup, add_up, stepped_groups
+from vime.handoff.receipts import add_up, stepped_groups
 from vime.handoff.staleness import check_staleness, staleness_metrics
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
@@ -37,9 +36,10 @@ from vime.ray.cluster import (
 )
 from vime.ray.placement import Places
 from vime.ray.publishing import Publishing
+from vime.ray.rank_rounds import RankRound, TrainedRound
 from vime.ray.ranks_save import RanksSave
 from vime.ray.stores import connect_store
-from vime.ray.waits import all_results, wait_for
+from vime.ray.waits import Wait, all_results, wait_for
 from vime.training.roles import needed_roles, shared_roles
 from vime.types import EngineAddress, RankInfo, Role, RoundPlan, SamplingRule, Version, WaitTimeoutError
 from vime.utils.device import visible_device
@@ -72,25 +72,6 @@ if TYPE_CHECKING:
 
 GET_LATENCY = "transferqueue/get_latency"  # mode streaming: measured where groups are leased
 PEAK_MEMORY = "perf/peak_memory"  # GiB, of the rank that held most
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankRound:
-    """What one rank of the policy says about a round that it trained."""
-
-    metrics: dict[str, float]  # the same on every rank but for memory
-    staleness: list[int]  # of each row that trained here
-    fetch_s: float  # until the rows were here
-    taught: ArrayColumns  # what a critic on other ranks learns from
-    stepped: list[SteppedGroup]  # on a rank that reads the rows of a replica: what its optimizer steps named
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedRound:
-    """What all ranks say about a round that they trained."""
-
-    metrics: dict[str, float]
-    stepped: list[SteppedGroup]
 
 
 MAX_CALLS = 3  # at a time in a rank: a round, a checkpoint being written, and `close`
@@ -288,6 +269,13 @@ class TrainerActor:
         with doing("going to sleep" if is_asleep else "waking up"):
             (self._worker.sleep if is_asleep else self._worker.wake_up)()
 
+    def rest(self) -> None:
+        with doing("making room for a weight update"):
+            self._worker.rest()
+
+    def name_gpus(self) -> list[str]:
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
     def weights_hash(self) -> str:
         from vime.training.export import weights_hash
 
@@ -329,13 +317,7 @@ def _fetch(
         )
 
 
-class Wait(Protocol[R]):
-    """For every rank's answer to a call that was begun."""
-
-    def __call__(self, *, on_poll: Callable[[], None] | None = None, deadline_s: float | None = None) -> list[R]:
-        """The deadline (default: --train-timeout-secs) is for the whole call, however many collectives it makes: those
-        have --distributed-timeout-minutes each. A rank that dies ends the wait at once."""
-        ...
+WITH_WEIGHTS_ALONE = (TrainerActor.publish, TrainerActor.log_probs, TrainerActor.weights_hash, TrainerActor.set_asleep)
 
 
 class Ranks:
@@ -359,7 +341,8 @@ class Ranks:
         self._name = "trainer" if Role.ACTOR in roles else str(roles[0])
         self._config = config
         self._running: Sequence[object] = []  # the call that the ranks are in, or that nobody waits for any more
-        self._is_asleep = False
+        self._is_asleep = self._is_resting = False
+        self.before_wake: Callable[[], None] = lambda: None  # frees what others have of the GPUs
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -382,7 +365,13 @@ class Ranks:
         """Give device memory back until the next call."""
         if not self._is_asleep:
             self.call(TrainerActor.set_asleep, True)
-            self._is_asleep = True
+            self._is_asleep, self._is_resting = True, False
+
+    def rest(self) -> None:
+        """Keep the weights alone on the device, until a call needs more than them."""
+        if not self._is_resting:
+            self.call(TrainerActor.rest)
+            self._is_resting = True
 
     def call(self, method: Callable[Concatenate[TrainerActor, P], R], *arguments: P.args, **named: P.kwargs) -> list[R]:
         """Return every rank's result; see `begin`."""
@@ -393,8 +382,9 @@ class Ranks:
     ) -> Wait[R]:
         """Begin a call; the returned function waits for the ranks."""
         self._settle()
-        if self._is_asleep:
-            self._is_asleep = False
+        if self._is_asleep or (self._is_resting and method not in WITH_WEIGHTS_ALONE):
+            self._is_asleep = self._is_resting = False
+            self.before_wake()
             self.call(TrainerActor.set_asleep, False)
         refs = self._begun([actor.ask(method, *arguments, **named) for actor in self._actors])
 
@@ -463,6 +453,16 @@ class Trainers:
             role: Ranks(config, run_dir, queue_address, (role,), partial(places.of_rank, world))
             for world, role in enumerate(apart, start=1)
         }
+
+    def share_gpus(self, before_wake: Callable[[], None]) -> None:
+        """`before_wake` frees the GPUs of the policy's ranks; called before a call that needs them."""
+        self._policy.before_wake = before_wake
+
+    def gpus(self, on_poll: Callable[[], None] | None = None) -> list[list[str]]:
+        """Return what Ray gave each rank of the policy, which no model has been built on yet."""
+        return self._policy.begin(TrainerActor.name_gpus)(
+            on_poll=on_poll, deadline_s=self._config.cluster.start_timeout_secs
+        )
 
     @property
     def _all(self) -> list[Ranks]:
@@ -574,6 +574,10 @@ class Trainers:
         """Free the device memory of every rank (--offload-train); its next call wakes it up."""
         for ranks in self._all:
             ranks.sleep()
+
+    def rest(self) -> None:
+        """Free what a weight update does not need: the optimizer's state and gradients of the policy's ranks."""
+        self._policy.rest()
 
     def stop(self, grace_s: float = STOP_S) -> None:
         """Stop every rank. `grace_s` 0, after a failed start: at once."""

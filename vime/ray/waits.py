@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import ray
 from ray import ObjectRef
@@ -69,6 +69,15 @@ def wait_for(
             if on_poll is not None:
                 on_poll()
     return [_value(ref, name, owner) for ref in refs]
+
+
+class Wait(Protocol[Result]):
+    """For every rank's answer to a call that was begun."""
+
+    def __call__(self, *, on_poll: Callable[[], None] | None = None, deadline_s: float | None = None) -> list[Result]:
+        """The deadline (default: --train-timeout-secs) is for the whole call, however many collectives it makes: those
+        have --distributed-timeout-minutes each. A rank that dies ends the wait at once."""
+        ...
 
 
 async def wait_for_async(

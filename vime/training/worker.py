@@ -229,8 +229,16 @@ class TrainWorker:
         for engine in self.engines.values():
             engine.sleep()
 
+    def rest(self) -> None:
+        """Keep the weights of the policy alone on the device, which an update sends."""
+        for role, engine in self.engines.items():
+            if role is Role.ACTOR:
+                engine.rest()
+            else:
+                engine.sleep()
+
     def wake_up(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep` and `rest`."""
         for engine in self.engines.values():
             engine.wake_up()
 

@@ -8,11 +8,13 @@ import torch
 
 from vime.weights.broadcast import BroadcastReceiver, BroadcastSender, NcclReceiver
 from vime.weights.disk import DiskReceiver, DiskSender
+from vime.weights.ipc import IpcReceiver, IpcSender
 from vime.weights.shm import ShmReceiver, ShmSender
 from vime.weights.wire import BucketReceiver, WeightSender
 
 RECEIVERS: dict[str, type[BucketReceiver]] = {
     "shm": ShmReceiver,
+    "ipc": IpcReceiver,
     "gloo": BroadcastReceiver,
     "nccl": NcclReceiver,
     "disk": DiskReceiver,
@@ -32,6 +34,8 @@ def make_sender(name: str, *, bucket_bytes: int | None, directory: Path, timeout
     bucket_bytes = bucket_bytes or (SHM_BUCKET_BYTES if name == "shm" else BUCKET_BYTES)
     if name == "shm":
         return ShmSender(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    if name == "ipc":
+        return IpcSender(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     if name == "disk":
         return DiskSender(directory, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     if name in ("gloo", "nccl"):

@@ -5,6 +5,18 @@ from __future__ import annotations
 from typing import NotRequired, TypedDict
 
 
+class DeviceMemory(TypedDict):
+    """Memory of a GPU that another process may open (CUDA IPC). Texts are base64."""
+
+    handle: str
+    storage_bytes: int
+    offset_bytes: int  # of the storage, in the memory that the handle names
+    counter: str
+    counter_offset: int
+    event: str
+    waits_for_event: bool
+
+
 class UpdateInfo(TypedDict):
     """Call `index` of `count`: its tensors in order, and where their bytes are, if not in a broadcast. They are cut
     into buckets of `bucket_bytes`; without it they are one bucket."""
@@ -16,6 +28,7 @@ class UpdateInfo(TypedDict):
     shapes: list[list[int]]
     bucket_bytes: NotRequired[int]
     path: NotRequired[str]
+    device_memory: NotRequired[DeviceMemory]
 
 
 def is_last(update_info: UpdateInfo) -> bool:

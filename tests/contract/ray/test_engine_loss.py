@@ -42,6 +42,41 @@ def test_a_killed_engine_leaves_the_router_and_is_back_after_the_next_update(sta
     assert len(fleet.told) == 4  # twice lost, twice back
 
 
+def test_an_engine_that_is_lost_asleep_starts_when_engines_are_awake_and_trainers_wait_for_that(start_fleet) -> None:
+    """--colocate: while engines sleep, trainers have the GPUs that a new engine would look for."""
+    fleet = start_fleet(2, "--colocate", "--actor-num-gpus-per-node", "2")
+    engines = fleet.engines
+    engines.sleep(2)
+    engines.wake_up("weights")
+    fleet.publish(0)
+    engines.wake_up("kv_cache")
+    assert fleet.versions(4) == {"0"}
+    engines.sleep(2)
+    fleet.server(1).kill()
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_lost", "engine-1")])
+    due = engines._engines[1].losses.start_at
+    fleet.check_until(lambda: time.monotonic() > due + 1)
+    assert fleet.events() == [("engine_lost", "engine-1")], "it is due, and waits"
+    engines.wake_up("weights")
+    assert fleet.publish(1) == ["engine-0"]
+    engines.wake_up("kv_cache")
+    fleet.check_until(lambda: ("engine_starting", "engine-1") in fleet.events())
+    engines.sleep(2)  # waits for the new one, which sleeps too
+    assert fleet.events()[-1] == ("engine_ready", "engine-1")
+    engines.wake_up("weights")
+    assert fleet.publish(2) == ["engine-0", "engine-1"]
+    assert engines.is_asleep
+    engines.wake_up("kv_cache")
+    assert not engines.is_asleep
+    assert fleet.versions(8) == {"2"}
+    fleet.server(0).kill()
+    engines.sleep(1)  # the one that cannot is lost, and the other sleeps
+    assert fleet.events()[-1] == ("engine_lost", "engine-0")
+    for part in ("weights", "kv_cache"):
+        engines.wake_up(part)
+    assert fleet.versions(4) == {"2"}, "level 1 keeps the weights"
+
+
 def test_requests_go_on_while_an_engine_is_dead_and_nobody_has_noticed(start_fleet) -> None:
     fleet = start_fleet(2)
     fleet.publish(0)

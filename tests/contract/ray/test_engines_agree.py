@@ -54,6 +54,43 @@ def test_in_fp32_one_token_that_differs_is_enough(engine: FakeEngine) -> None:
         check(engine, Ranks(2e-3), bf16=False)
 
 
+def test_engines_that_take_turns_with_trainers_score_after_them(engine: FakeEngine) -> None:
+    order: list[str] = []
+
+    class Noted(Ranks):
+        def log_probs(self, rows: Sequence[TrainRow], rule: SamplingRule) -> list[list[float]]:
+            order.append("trainers")
+            return super().log_probs(rows, rule)
+
+    fleet = FleetControl([engine.address], timeout_s=10)
+    fleet.sleep(1)
+
+    def between() -> None:
+        order.append("between")
+        fleet.wake_up("weights", is_last=False)
+        fleet.wake_up("kv_cache", is_last=True)
+
+    try:
+        check_engines_agree(Config(), cast(Any, Noted()), fleet, version=1, between=between)
+    finally:
+        fleet.close()
+    assert order == ["trainers", "between"]
+
+
+def test_a_sleeping_engine_says_what_of_it_is_awake(engine: FakeEngine) -> None:
+    fleet = FleetControl([engine.address], timeout_s=10)
+    try:
+        fleet.sleep(2)
+        with pytest.raises(
+            EngineError, match=r"wake_up\?tags=weights: the engine says that it is sleeping, expected awake"
+        ):
+            fleet.wake_up("weights", is_last=True)
+        fleet.wake_up("kv_cache", is_last=True)
+        assert engine.calls == ["/sleep?level=2&mode=wait", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]
+    finally:
+        fleet.close()
+
+
 def test_in_bf16_rounding_moves_single_tokens_and_other_weights_move_most(engine: FakeEngine) -> None:
     """Of 1,024 tokens of SmolLM2-135M one in a hundred was off by more than 0.23, the largest by 0.46; with experts
     single tokens by 5.5 (docs/agreement.md)."""

@@ -175,6 +175,12 @@ def test_an_engine_that_cannot_be_drained_is_refused_with_the_reason(start, pool
     assert "engine-0 cannot be drained" in drain(fleet, "engine-0").end()
 
 
+def test_engines_that_share_gpus_with_trainers_are_neither_drained_nor_added(start) -> None:
+    fleet = start(1, "--colocate")
+    assert "drain with --colocate: engines and trainers share GPUs" in drain(fleet, "engine-0").end()
+    assert "add with --colocate" in add(fleet).end()
+
+
 @pytest.mark.nightly
 def test_an_engine_that_dies_while_it_is_drained_is_not_started_again(start, pool) -> None:
     fleet = start(2)

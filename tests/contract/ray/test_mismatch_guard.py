@@ -131,6 +131,17 @@ def test_warn_writes_a_record_and_trains_the_round_unjudged(tmp_path: Path, engi
     )
 
 
+@pytest.mark.parametrize("colocate", [False, True])
+def test_an_engine_says_its_score_for_the_record_unless_it_sleeps_while_trainers_work(
+    tmp_path: Path, engine: FakeEngine, colocate: bool
+) -> None:
+    setup = Setup(tmp_path, engine, Ranks([mismatch()], {COMPARED: 8.0}), colocate=colocate)
+    setup.guard._engines.is_asleep = colocate
+    setup.guard.train(generated(), TRAINED)
+    record = read_record(record_path(tmp_path, TRAINED, Stage.BEFORE_TRAINING))
+    assert [each.engine for each in record.engines] == ([] if colocate else ["fake-0"])
+
+
 def test_stop_ends_the_run_before_a_second_attempt(tmp_path: Path, engine: FakeEngine) -> None:
     ranks = Ranks([mismatch()])
     setup = Setup(tmp_path, engine, ranks, on_train_rollout_diff="stop")

@@ -104,6 +104,24 @@ def test_ranks_go_from_node_to_node_and_never_back(found):
     assert set(half["engines"]) <= {f"gpu-{number}" for number in range(4)}
 
 
+def test_engines_that_share_are_on_the_node_of_their_ranks_and_see_exactly_their_gpus(found):
+    """Eight GPUs are all that is free: each was asked for once."""
+    case = found["shared: 2 x 4 ranks, 4 engines of 2"]
+    [world] = case["worlds"]
+    assert len({(node, *gpus) for node, gpus in world}) == 8
+    assert [node for node, _ in world[:4]] == ["gpu-0"] * 4 or [node for node, _ in world[:4]] == ["gpu-1"] * 4
+    pairs = [(world[first], world[first + 1]) for first in (0, 2, 4, 6)]
+    assert case["engines"] == [[node, [*mine, *its]] for (node, mine), (_, its) in pairs]
+    assert case["left"] == 0
+
+
+def test_what_is_missing_for_ranks_and_engines_that_share_is_named_with_both(found):
+    refused = found["one GPU of gpu-0 taken, shared: 2 x 8 ranks"]["refused"]
+    assert refused.startswith("no node has room for trainer ranks "), refused
+    assert "and engine-" in refused
+    assert ", which must be on one node (8 GPU and 8 CPU)" in refused
+
+
 def test_an_unknown_coordinator_is_refused_with_the_nodes_there_are(found):
     refused = found["a coordinator by name"]["refused"]
     assert refused.startswith("--coordinator-node nowhere: the cluster has no such node. Expected one of: ")

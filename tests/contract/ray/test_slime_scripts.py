@@ -1,5 +1,5 @@
-"""Seven launch scripts of slime, after one edit of paths, engine name, --colocate and optimizer offload, get through in
-at most two starts: what the first one refuses, it names all at once."""
+"""Seven launch scripts of slime, after one edit of paths, engine name and optimizer offload, get through in at most two
+starts: what the first one refuses, it names all at once."""
 
 import json
 from pathlib import Path

@@ -160,6 +160,8 @@ def test_nothing_after_sleep_and_wake_or_save_and_load_differs_from_a_run_withou
 def test_a_sleeping_engine_refuses_everything_and_a_frozen_one_wakes_unchanged(contract: Answers, setting: str) -> None:
     for rank in contract(f"{setting}-interrupted"):
         assert rank["asleep-False"] == rank["asleep-True"] == []  # what the policy and the frozen one did not refuse
+        assert rank["resting-False"] == rank["resting-True"] == []
+        assert all(rank["exports_alike_at_rest"])
         assert all(rank["frozen"])
 
 

@@ -19,10 +19,12 @@ MODES = {
     # two engines: which of them answers a prompt is the router's choice and must not matter
     "buffer": ["--transferqueue-mode", "buffer", "--rollout-num-engines", "2"],
     "streaming": ["--transferqueue-mode", "streaming"],
+    # engines that sleep and discard their weights while two ranks train, and the reverse
+    "colocated": ["--colocate", "--rollout-num-engines", "1"],
     # before the kill too; in the usual session four workers go on with what none began
     "four workers": ["--transferqueue-mode", "streaming", "--num-rollout-workers", "4"],
 }
-NIGHTLY = ("four workers",)
+NIGHTLY = ("colocated", "four workers")
 GOES_ON_WITH = {"buffer": ["--rollout-num-engines", "1"], "streaming": ["--num-rollout-workers", "4"]}
 """Flags of the life after the kill alone: who generates may change."""
 FILTER = '''"""Drop about half of the groups, so that what a round is made of depends on what was sampled."""

@@ -8,7 +8,7 @@ import pytest
 from vime.backends.memory import ModelBytes, RankBytes
 from vime.cli.main import main
 from vime.cli.plan import advice, read_flags
-from vime.cli.plan_figures import GIB, RESERVE_GIB, Rates, estimate, verdict
+from vime.cli.plan_figures import GIB, RESERVE_GIB, Rates, _speed, estimate, verdict
 from vime.config.parse import Config
 from vime.ray.dry_run import Part, longest_row, pack_lengths, parts_of, world_size
 from vime.types import ConfigError, Role
@@ -105,6 +105,9 @@ def test_estimates_divide_rates_by_work_and_say_which_were_assumed(model: str) -
     assert given.update_secs == pytest.approx(23040 * 4 / 1e9 / 0.5)
     assert not given.is_trainer_assumed
     assert not given.is_update_assumed
+    assert _speed(config, [], given)[0] == "0 trainer ranks, 3 engine(s) of 1 GPU(s)"
+    shared = _speed(config.replace(colocate=True), [], given)[0]
+    assert shared == "0 trainer ranks, 3 engine(s) of 1 GPU(s), which are those of the policy's ranks"
     assumed = estimate(config, Rates())
     assert assumed.is_trainer_assumed
     assert assumed.is_update_assumed

@@ -51,9 +51,16 @@ def refusal(*flags: str) -> str:
 
 
 def test_every_unknown_and_every_bad_flag_is_in_one_message() -> None:
-    text = refusal("--lr", "fast", "--no-such-thing", "3", "--rollout-top-p", "1.5", "--colocate", "--adam-beta1", "2")
+    text = refusal(
+        "--lr", "fast", "--no-such-thing", "3", "--rollout-top-p", "1.5", "--offload-rollout", "--adam-beta1", "2"
+    )
     assert text.startswith("5 problems\n")
-    for part in ("--lr: invalid float value", "unknown flag --no-such-thing", "--rollout-top-p: got 1.5", "--colocate"):
+    for part in (
+        "--lr: invalid float value",
+        "unknown flag --no-such-thing",
+        "--rollout-top-p: got 1.5",
+        "--offload-rollout",
+    ):
         assert part in text
     assert "--adam-beta1: got 2" in text
 

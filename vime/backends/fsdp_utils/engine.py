@@ -104,13 +104,15 @@ class FsdpEngine:
             raise VimeError(
                 f"the engine of role {self._spec.role} is frozen: it has nothing to learn, save or load with."
             )
-        self._require_awake()
+        self._require_awake(with_optimizer=True)
         return self._optimizer
 
-    def _require_awake(self) -> None:
+    def _require_awake(self, *, with_optimizer: bool = False) -> None:
+        role = self._spec.role
         if self._offload.is_asleep:
-            role = self._spec.role
             raise VimeError(f"the engine of role {role} sleeps: its weights are not on the device. Wake it up.")
+        if with_optimizer and self._offload.is_resting:
+            raise VimeError(f"the engine of role {role} rests: it sleeps but for its weights. Wake it up.")
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Sequence[TrainRow]], rule: SamplingRule | None = None) -> list[list[Tensor]]:
@@ -211,11 +213,20 @@ class FsdpEngine:
     def sleep(self) -> None:
         if self._offload.is_asleep:
             return
-        kept = [part.to_local() for part in self._model.parameters() if isinstance(part, DTensor)]
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
-            kept += self._optimizer.tensors()
-        self._offload.sleep(kept)
+        self._offload.sleep([*self._weights(), *self._learned()])
+
+    def rest(self) -> None:
+        if not (self._offload.is_asleep or self._offload.is_resting):
+            self._offload.rest(self._learned(), but=self._weights())
+
+    def _weights(self) -> list[Tensor]:
+        return [part.to_local() for part in self._model.parameters() if isinstance(part, DTensor)]
+
+    def _learned(self) -> list[Tensor]:
+        if self._optimizer is None:
+            return []
+        self._optimizer.zero_grad()
+        return self._optimizer.tensors()
 
     def wake_up(self) -> None:
         self._offload.wake_up()

@@ -69,12 +69,14 @@ class MegatronEngine:
     def _learning(self) -> PolicyOptimizer:
         if self._optimizer is None:
             raise VimeError(f"the engine of role {self._role} is frozen: it has nothing to learn, save or load with.")
-        self._require_awake()
+        self._require_awake(with_optimizer=True)
         return self._optimizer
 
-    def _require_awake(self) -> None:
+    def _require_awake(self, *, with_optimizer: bool = False) -> None:
         if self._offload.is_asleep:
             raise VimeError(f"the engine of role {self._role} sleeps: its weights are not on the device. Wake it up.")
+        if with_optimizer and self._offload.is_resting:
+            raise VimeError(f"the engine of role {self._role} rests: it sleeps but for its weights. Wake it up.")
 
     def forward(self, batches: Sequence[Sequence[TrainRow]], rule: SamplingRule | None = None) -> list[list[Tensor]]:
         """See `TrainEngine.forward`. Collective over the model-parallel group, with experts over all trainer ranks."""
@@ -132,12 +134,19 @@ class MegatronEngine:
         """Free device memory; does nothing when already asleep."""
         if self._offload.is_asleep:
             return
-        kept: list[Tensor] = [parameter for chunk in self._core for parameter in chunk.parameters()]
-        scratch: list[Tensor] = []
-        if self._optimizer is not None:
-            learning, scratch = self._optimizer.tensors()
-            kept += learning
-        self._offload.sleep(kept, scratch)
+        learning, scratch = self._learned()
+        self._offload.sleep([*self._weights(), *learning], scratch)
+
+    def rest(self) -> None:
+        """Free what an export does not need; does nothing when already done, or asleep."""
+        if not (self._offload.is_asleep or self._offload.is_resting):
+            self._offload.rest(*self._learned(), but=self._weights())
+
+    def _weights(self) -> list[Tensor]:
+        return [parameter for chunk in self._core for parameter in chunk.parameters()]
+
+    def _learned(self) -> tuple[list[Tensor], list[Tensor]]:
+        return ([], []) if self._optimizer is None else self._optimizer.tensors()
 
     def wake_up(self) -> None:
         self._offload.wake_up()

@@ -30,6 +30,8 @@ FAILURE_GRACE_S = 1.0
 CALLS_AT_ONCE = 8  # to one engine
 NUM_LIKELIEST = 5  # of the next token; vLLM returns up to 20
 GENERATE_ROUTE = "/inference/v1/generate"
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""What vLLM calls the two parts of its memory that sleep."""
 
 Kind = TypeVar("Kind")
 
@@ -171,6 +173,10 @@ class _IsPaused(msgspec.Struct):
     is_paused: bool
 
 
+class _Woken(msgspec.Struct):
+    status: str  # awake, or sleeping while a tag is still asleep
+
+
 class _Scored(msgspec.Struct):
     logprob: float
 
@@ -277,6 +283,23 @@ class FleetControl:
     def resume(self) -> None:
         with span("resume_engines"):
             self._http.post("/resume")
+
+    def sleep(self, level: int) -> None:
+        """Free the engines' device memory once their running requests have ended; requests that come later wait. Level
+        1 keeps the weights in host memory, 2 keeps none."""
+        self._http.post(f"/sleep?level={level}&mode=wait")
+
+    def wake_up(self, tag: str, *, is_last: bool) -> None:
+        """Take memory for WEIGHTS or KV_CACHE again; after the last of both engines take requests. EngineError when an
+        engine is not in the state that this leads to: vLLM says in its log alone that a tag was not asleep."""
+        woken = self._http.ask(f"/wake_up?tags={tag}", None, _Woken)
+        expected = "awake" if is_last else "sleeping"
+        for address, each in zip(self.addresses, woken, strict=True):
+            if each.status != expected:
+                raise EngineError(
+                    f"{address.name} /wake_up?tags={tag}: the engine says that it is {each.status}, expected "
+                    f"{expected}. See its log in RUN_DIR/logs."
+                )
 
     def is_paused(self) -> list[bool]:
         return [each.is_paused for each in self._http.get("/is_paused", _IsPaused)]

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and an engine responds befor
 
     from vime.weights.wire import BucketReceiver
 
+SLEEPING = ("weights", "kv_cache")  # as vLLM calls the parts of its memory
 WAIT_S = 60.0
 """Deadline of every wait inside the fake: a paused or stalled request gives up with status 504."""
 
@@ -148,6 +149,8 @@ class FakeEngine:
         self._version, self._content_hash = "default", ""
         self._is_updating = False
         self._is_paused = self._is_frozen = False
+        self._asleep: set[str] = set()  # what of SLEEPING has no memory
+        self._is_discarded = False  # asleep without its weights, or awake again without an update
         self._num_aborts = 0
         self._num_running = 0
         self._num_open = 0  # those that run, and those that wait to begin
@@ -224,6 +227,10 @@ class FakeEngine:
     def _control(self, route: str, query: dict[str, list[str]], body: bytes) -> tuple[int, object]:
         if route == "/pause":
             self._pause(query.get("mode", ["abort"])[0])
+        elif route == "/sleep":
+            self._sleep(int(query["level"][0]), query.get("mode", ["abort"])[0])
+        elif route == "/wake_up":
+            return 200, {"status": self._wake_up(query.get("tags", list(SLEEPING)))}
         elif route == "/resume":
             with self._changed:
                 self._is_paused = self._is_frozen = False
@@ -252,6 +259,8 @@ class FakeEngine:
         is_first = update_info["index"] == 0
         if self._receiver is None:
             raise RuntimeError(f"{UPDATE_ROUTE} before init_weight_transfer_engine")
+        if SLEEPING[0] in self._asleep:
+            raise RuntimeError(f"{UPDATE_ROUTE}: the memory of the weights is asleep")
         if self._is_updating == is_first:
             raise RuntimeError(f"{UPDATE_ROUTE}: an update is {'open' if is_first else 'not open'}")
         if is_first:
@@ -267,6 +276,7 @@ class FakeEngine:
         self._receiver.finish()
         with self._changed:
             self._version, self._content_hash = str(asked.version), self._receiver.content_hash
+            self._is_discarded = False
             self._changed.notify_all()
         return {"pause_s": 0.0, "confirm_s": 0.0, **self._held()}
 
@@ -291,6 +301,21 @@ class FakeEngine:
             with self._counted:
                 if not self._counted.wait_for(lambda: self._num_running == 0, WAIT_S):
                     raise RuntimeError("running requests did not end")
+
+    def _sleep(self, level: int, mode: str) -> None:
+        self._pause(mode)
+        with self._changed:
+            self._asleep, self._is_discarded = set(SLEEPING), level == 2
+
+    def _wake_up(self, tags: Sequence[str]) -> str:
+        """As vLLM, which takes requests when nothing is asleep, and only logs what was not."""
+        with self._changed:
+            if set(tags) <= self._asleep:
+                self._asleep -= set(tags)
+            if not self._asleep:
+                self._is_paused = self._is_frozen = False
+                self._changed.notify_all()
+            return "sleeping" if self._asleep else "awake"
 
     def _abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests early; without ids all of them, and wait until they have ended."""
@@ -318,6 +343,8 @@ class FakeEngine:
         with self._changed:
             if not self._changed.wait_for(self._may_begin, WAIT_S):
                 return 504, {"error": "paused"}
+            if self._is_discarded:
+                return 500, {"error": "the weights were discarded by a sleep of level 2, and no update came since"}
             self._num_running += 1
             self._running.add(request_id)
             self._counted.notify_all()
@@ -348,7 +375,7 @@ class FakeEngine:
         }
 
     def _may_begin(self) -> bool:
-        return not self._is_paused and (self._at_once is None or self._num_running < self._at_once)
+        return not (self._is_paused or self._asleep) and (self._at_once is None or self._num_running < self._at_once)
 
     def _requests(self, prompt: Sequence[int], params: _SamplingParams) -> list[CompletionRequest]:
         return [

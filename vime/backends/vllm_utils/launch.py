@@ -62,6 +62,7 @@ OWNED_FLAGS = {
     "--seed": "--rollout-seed",
     "--enable-return-routed-experts": "--use-rollout-routing-replay",
     "--enable-lora": "--lora-rank",
+    "--enable-sleep-mode": "--colocate",
     "--max-lora-rank": "--lora-rank",
     "--max-loras": "",
     "--lora-target-modules": "--lora-target-modules",
@@ -133,6 +134,8 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
             command += ["--max-num-seqs", str(rollout.n_samples_per_prompt)]
     else:
         command += ["--tensor-parallel-size", str(cluster.rollout_num_gpus_per_engine)]
+        if cluster.colocate:  # vLLM's CPU build refuses the flag; its /sleep keeps the states and frees nothing
+            command += ["--enable-sleep-mode"]
         if config.algo.use_rollout_routing_replay:  # on the CPU the engine refuses it: it needs model runner V2, Triton
             command += ["--enable-return-routed-experts"]
     return [*command, *config.vllm_flags]

@@ -1,0 +1,72 @@
+"""--colocate through train.py: engines and trainers in turns, with the same weights as without, and where each stands.
+
+On a CPU nothing is freed; a scripted engine refuses an update while its weights are asleep, and prompts after it has
+discarded them, and lets prompts wait while anything of it is asleep.
+"""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.metrics_page import undocumented
+from tests.helpers.training import Finished, TinyTask, Training, interrupt, train
+
+ROUNDS = 3
+SCRIPTED = ("--debug-engine-module", "vime.backends.vllm_utils.scripted_server")
+STEPS = ("wait", "engine_sleep", "train", "save", "offload", "engine_wake", "update_weights", "eval")
+GENERATED = ["wait"]
+TRAINED = ["engine_sleep", "train"]
+UPDATED = ["offload", "engine_wake", "update_weights", "offload", "engine_wake"]
+
+
+def steps(finished: Finished) -> list[str]:
+    """What the driver did, in order, without repetition."""
+    events = [event for event in finished.events("span_started") if event["process"] == "driver"]
+    names = [event["name"] for event in sorted(events, key=lambda event: event["mono"]) if event["name"] in STEPS]
+    return [name for name, _ in itertools.groupby(names)]
+
+
+def test_two_ranks_and_two_engines_in_turns_train_the_same_bits_as_apart(tiny_task: TinyTask, tmp_path: Path) -> None:
+    flags = [*tiny_task.flags(), *SCRIPTED, "--num-rollout", str(ROUNDS), "--actor-num-gpus-per-node", "2"]
+    flags += ["--save-interval", "2", "--eval-prompt-data", "held_out", str(tiny_task.prompts), "--eval-interval", "2"]
+    flags += ["--skip-eval-before-train", "--on-train-rollout-diff", "ignore"]
+    apart = train([*flags, "--rollout-num-engines", "2"], tmp_path / "apart")
+    shared = train([*flags, "--colocate", "--transferqueue-mode", "buffer"], tmp_path / "shared")
+    assert (apart.code, shared.code) == (0, 0), apart.output + shared.output
+    assert shared.confirmed_hashes() == apart.confirmed_hashes()
+    assert len(set(shared.confirmed_hashes())) == ROUNDS + 1
+    assert [event["engines"] for event in shared.events("weights_confirmed")] == [["engine-0", "engine-1"]] * 4
+    for name in ("train/loss", "rollout/reward_mean", "eval/held_out/reward_mean"):
+        assert [line.get(name) for line in shared.metrics().values()] == [
+            line.get(name) for line in apart.metrics().values()
+        ]
+    for line in shared.metrics().values():
+        assert line["perf/engine_sleep_time"] > 0
+        assert line["perf/engine_wake_time"] > 0
+        assert undocumented(line) == []
+    expected = [*UPDATED, "offload"]  # nothing to free before the first prompts
+    for rollout_id in range(ROUNDS):
+        is_saved = ["save"] * (rollout_id in (1, 2))
+        is_evaluated = ["offload", "eval"] * (rollout_id in (1, 2))
+        expected += [*GENERATED, *TRAINED, *is_saved, *UPDATED, *is_evaluated, "offload"]
+    assert steps(shared) == [name for name, _ in itertools.groupby(expected[:-1])]
+
+
+@pytest.mark.nightly
+def test_ctrl_c_while_engines_generate_saves_what_trainers_that_sleep_have_learned(
+    tiny_task: TinyTask, tmp_path: Path
+) -> None:
+    flags = [*tiny_task.flags(), *SCRIPTED, "--num-rollout", str(ROUNDS), "--colocate"]
+    save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "100"]
+    pace = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "1"}  # so that the signal comes while engines generate
+    training = Training("train.py", [*flags, *save], tmp_path / "stopped", variables=pace)
+    training.wait_for_event("weights_confirmed", count=2)
+    interrupt(training)
+    stopped = training.finish()
+    assert stopped.code == 130, stopped.output
+    assert "interrupted during generation" in stopped.output
+    resumed = train([*flags, *save, "--load", str(tmp_path / "checkpoints")], tmp_path / "resumed")
+    assert resumed.code == 0, resumed.output
+    trained = len(stopped.events("round_trained"))
+    assert [event["rollout_id"] for event in resumed.events("round_trained")] == list(range(trained, ROUNDS))

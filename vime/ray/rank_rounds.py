@@ -1,0 +1,30 @@
+"""What trainer ranks say about a round that they trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vime.handoff.receipts import SteppedGroup
+
+if TYPE_CHECKING:
+    from vime.training.columns import ArrayColumns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRound:
+    """What one rank of the policy says about a round that it trained."""
+
+    metrics: dict[str, float]  # the same on every rank but for memory
+    staleness: list[int]  # of each row that trained here
+    fetch_s: float  # until the rows were here
+    taught: ArrayColumns  # what a critic on other ranks learns from
+    stepped: list[SteppedGroup]  # on a rank that reads the rows of a replica: what its optimizer steps named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRound:
+    """What all ranks say about a round that they trained."""
+
+    metrics: dict[str, float]
+    stepped: list[SteppedGroup]
