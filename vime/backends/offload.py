@@ -34,13 +34,13 @@ class Offload:
         self.is_asleep, self.is_resting = True, False
 
     def rest(self, kept: Iterable[Tensor], scratch: Iterable[Tensor] = (), *, but: Iterable[Tensor]) -> None:
-        """Free the storages of these tensors except those of `but`, which stay in use."""
+        """Free the storages of these tensors, of those that are kept without those of `but`, which stay in use."""
         self._move(kept, scratch, but)
         self.is_resting = True
 
     def _move(self, kept: Iterable[Tensor], scratch: Iterable[Tensor], but: Iterable[Tensor] = ()) -> None:
         stay = _storages(but).keys()
-        scratch_storages = {at: storage for at, storage in _storages(scratch).items() if at not in stay}
+        scratch_storages = _storages(scratch)
         kept_storages = {at: storage for at, storage in _storages(kept).items() if at not in stay}
         moved = [
             (storage, self._host_buffer(storage)) for at, storage in kept_storages.items() if at not in scratch_storages

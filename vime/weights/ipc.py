@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from vime.protocols import EngineControl
 from vime.weights.plan import Bucket
 from vime.weights.shm import ShmSender
-from vime.weights.update_info import DeviceMemory, UpdateInfo
-from vime.weights.wire import BucketReceiver, bucket_to_wire
+from vime.weights.update_info import DeviceMemory
+from vime.weights.wire import BucketReceiver, Deliver, bucket_to_wire
 
 SHARED_DEVICE = 0
 """Number of the shared GPU in the engine, whose GPUs are those of the sender's rank and of the ranks after it."""
@@ -39,9 +39,9 @@ class IpcSender(ShmSender):
             self._buckets[turn] = torch.empty(bucket.nbytes, dtype=torch.uint8, device=torch.cuda.current_device())
         return self._buckets[turn][: bucket.nbytes]
 
-    def _placed(self, bucket: Bucket) -> UpdateInfo:
-        torch.cuda.current_stream().synchronize()  # the bucket is filled by work that is only queued
-        return {**bucket_to_wire(bucket), "device_memory": shared(self._buckets[bucket.index % 2])}
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, deliver: Deliver) -> None:
+        torch.cuda.synchronize(buffer.device)  # the bucket is filled by work that is only queued
+        deliver({**bucket_to_wire(bucket), "device_memory": shared(self._buckets[bucket.index % 2])})
 
     def _free_buffers(self) -> None:
         self._buckets.clear()

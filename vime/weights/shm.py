@@ -19,7 +19,6 @@ from vime.types import PublishError
 from vime.utils.background import in_background
 from vime.utils.waits import waiting
 from vime.weights.plan import Bucket, TensorMeta
-from vime.weights.update_info import UpdateInfo
 from vime.weights.wire import BucketReceiver, BucketSender, Deliver, bucket_to_wire
 
 
@@ -67,11 +66,10 @@ class ShmSender(BucketSender):
     ) -> None:
         travelling: Future[None] | None = None
         try:
-            for bucket, _ in filled:
-                place = self._placed(bucket)
+            for bucket, buffer in filled:
                 if travelling is not None:
                     self._wait(travelling)
-                travelling = in_background("weight-delivery", partial(deliver, place))
+                travelling = in_background("weight-delivery", partial(self._deliver, bucket, buffer, deliver))
         finally:
             if travelling is not None:  # also when the next bucket cannot be filled: the engines still read this one
                 self._wait(travelling)
@@ -81,9 +79,8 @@ class ShmSender(BucketSender):
         with waiting("the engines to take a bucket of weights", "engine", deadline_s=self._timeout_s):
             travelling.result()
 
-    def _placed(self, bucket: Bucket) -> UpdateInfo:
-        """Say where an engine finds the bucket, which is filled."""
-        return {**bucket_to_wire(bucket), "path": f"/proc/{os.getpid()}/fd/{self._files[bucket.index % 2][0]}"}
+    def _deliver(self, bucket: Bucket, buffer: torch.Tensor, deliver: Deliver) -> None:  # noqa: ARG002
+        deliver({**bucket_to_wire(bucket), "path": f"/proc/{os.getpid()}/fd/{self._files[bucket.index % 2][0]}"})
 
 
 class ShmReceiver(BucketReceiver):

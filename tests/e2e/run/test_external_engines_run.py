@@ -53,7 +53,7 @@ def test_a_run_on_scripted_engines_of_others_outlives_one_of_them_and_leaves_the
         flags += ["--engine-health-interval-secs", "1"]
         training = Training("train.py", flags, tmp_path / "run")
         training.wait_for_event("round_trained", count=2)
-        second_run = train("train.py", [*task, *flags_of(engines), "--num-rollout", "1"], tmp_path / "second")
+        second_run = train([*task, *flags_of(engines), "--num-rollout", "1"], tmp_path / "second")
         assert second_run.code == 2
         assert f"{first.place}: it belongs to the run " in second_run.output
         second.kill()
@@ -89,7 +89,7 @@ def test_two_runs_after_each_other_on_a_vllm_engine_of_others(
         engine.wait_ready()
         hashes = []
         for name in ("a", "b"):
-            finished = train("train.py", [*task, *flags_of((engine,)), "--num-rollout", "3"], tmp_path / name)
+            finished = train([*task, *flags_of((engine,)), "--num-rollout", "3"], tmp_path / name)
             assert finished.code == 0, finished.output
             assert max(line["train/train_rollout_logprob_abs_diff"] for line in finished.metrics().values()) < 1e-4
             hashes.append(finished.confirmed_hashes())

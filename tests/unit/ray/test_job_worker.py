@@ -119,3 +119,14 @@ def test_vime_produce_refuses_partial_rollout_by_name(tmp_path):
         env={**os.environ, "VIME_TOKEN": "t"}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert (done.returncode, "refused: --partial-rollout with vime produce" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_vime_produce_refuses_engines_of_others_by_name():
+    flags = ["--rollout-external-engine-addrs", "127.0.0.1:9", "--rollout-external-engine-keys", "keys"]
+    done = subprocess.run(
+        [sys.executable, "-m", "vime", "produce", "http://127.0.0.1:9", *flags],
+        env={**os.environ, "VIME_TOKEN": "t"}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    said = "refused: --rollout-external-engine-addrs with vime produce"
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
