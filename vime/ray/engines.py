@@ -7,23 +7,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import ray
 from ray import ObjectRef
 
-from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.control import KV_CACHE, WEIGHTS, FleetControl
-from vime.backends.vllm_utils.external import KEYS_FLAG, owner_name
+from vime.backends.vllm_utils.external import run_keys
 from vime.backends.vllm_utils.router import CHANGE_S, RouterLostError
 from vime.config.colocation import shared_ranks
 from vime.config.deadlines import health_deadline_s, update_deadline_s
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
-from vime.ray.actor import Actor, Options, start_actor
-from vime.ray.cluster import ENGINE_CPUS
-from vime.ray.engine_actors import EngineActor, ExternalEngineActor, RouterActor, ServerActor
-from vime.ray.managed_engine import EngineState, ManagedEngine
+from vime.ray.actor import Actor, Options
+from vime.ray.engine_actors import EngineActor, RouterActor, ServerActor
+from vime.ray.managed_engine import Changes, EngineState, ManagedEngine, start_engine
 from vime.ray.managed_router import ManagedRouter
 from vime.ray.placement import ANYWHERE, Places
 from vime.ray.waits import wait_for
@@ -42,22 +40,11 @@ from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
-
-class Changes(Protocol):
-    """What users ask of the engines while the run goes on (changes.py)."""
-
-    def go_on(self) -> None: ...
-    def close(self) -> None: ...
-
-
 Started = TypeVar("Started")
 
 STOP_S, AT_START_STOP_S = 30.0, 3.0
 ASKED_TIMEOUT_S = 60.0  # a busy engine is asked while it generates
 GRACE_S = 30.0  # beyond a health check's own deadline, for an actor to say what it found
-
-
-MAX_CALLS = 4  # at a time in an actor
 POLL_S = 0.25
 
 
@@ -69,12 +56,6 @@ class _Check:
     asked: float
     num_updates: int  # begun or ended before it
     is_over: bool = False
-
-
-def keys_of(config: Config) -> EngineKeys:
-    """New keys; those of the engines that somebody else started, where there are some."""
-    path = config.cluster.rollout_external_engine_keys
-    return EngineKeys.make() if path is None else EngineKeys.read(path, flag=KEYS_FLAG)
 
 
 class Engines:
@@ -99,7 +80,7 @@ class Engines:
         places: Places = ANYWHERE,
         rank_gpus: Sequence[Sequence[str]] = (),
     ) -> None:
-        self._config, self._run_dir, self._keys = config, run_dir, keys_of(config)
+        self._config, self._run_dir, self._keys = config, run_dir, run_keys(config)
         self._events, self._tell, self._rank_gpus = events, tell, rank_gpus
         self._asleep: tuple[str, ...] = ()  # parts of the engines' memory, in the order in which they wake up
         self._is_discarded = False  # no engine has weights until an update brings them
@@ -511,20 +492,9 @@ class Engines:
         return self._router
 
     def _start(self, engine: ManagedEngine) -> None:
-        if engine.external is not None:
-            told = (self._config, engine.index, str(self._run_dir), self._keys)
-            aside: Options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
-            held: Actor[EngineActor] = start_actor(
-                ExternalEngineActor, aside, *told, engine.external, owner_name(self._run_dir)
-            )
-            engine.begin(held, held.ask(EngineActor.start, self._deadline_s))
-            return
-        cluster = self._config.cluster
-        gpus = cluster.rollout_num_gpus_per_engine if cluster.device == "cuda" and not cluster.colocate else 0
-        options: Options = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS, **engine.place}
         ranks = shared_ranks(self._config, engine.index) if self._rank_gpus else ()
         shared = [gpu for rank in ranks for gpu in self._rank_gpus[rank]]
-        actor = start_actor(EngineActor, options, self._config, engine.index, str(self._run_dir), self._keys, shared)
+        actor = start_engine(self._config, engine, self._run_dir, self._keys, shared)
         engine.begin(actor, actor.ask(EngineActor.start, self._deadline_s))
 
     def _go_on_starting(self) -> None:

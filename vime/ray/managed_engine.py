@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
 
 from ray import ObjectRef
 
-from vime.ray.actor import Actor, Options
-from vime.ray.engine_actors import EngineActor
+from vime.backends.vllm_utils.access import EngineKeys
+from vime.backends.vllm_utils.external import owner_name
+from vime.config.parse import Config
+from vime.ray.actor import Actor, Options, start_actor
+from vime.ray.cluster import ENGINE_CPUS
+from vime.ray.engine_actors import EngineActor, ExternalEngineActor
 from vime.ray.losses import Losses
 from vime.types import EngineAddress
+
+MAX_CALLS = 4  # at a time in an actor
+
+
+class Changes(Protocol):
+    """What users ask of the engines while the run goes on (changes.py)."""
+
+    def go_on(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class EngineState(StrEnum):
@@ -66,3 +82,17 @@ class ManagedEngine:
         self.actor = self.starting = self.address = None
         self.is_routed = False
         return self.losses.add()
+
+
+def start_engine(
+    config: Config, engine: ManagedEngine, run_dir: Path, keys: EngineKeys, shared_gpus: Sequence[str]
+) -> Actor[EngineActor]:
+    """Return the actor that holds it. `shared_gpus`: see `EngineActor`."""
+    if engine.external is not None:
+        aside: Options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
+        told = (config, engine.index, str(run_dir), keys, engine.external, owner_name(run_dir))
+        return start_actor(ExternalEngineActor, aside, *told)
+    cluster = config.cluster
+    gpus = cluster.rollout_num_gpus_per_engine if cluster.device == "cuda" and not cluster.colocate else 0
+    options: Options = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS, **engine.place}
+    return start_actor(EngineActor, options, config, engine.index, str(run_dir), keys, shared_gpus)

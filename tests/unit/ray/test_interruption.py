@@ -171,7 +171,7 @@ def test_servers_of_a_start_that_ends_are_waited_for_together(
     monkeypatch.setattr(engines.ray, "wait", lambda refs, *, num_returns, timeout: seen.append((refs, timeout)))
     monkeypatch.setattr(engines.ray, "kill", lambda _actor: None)
     fleet = engines.Engines.__new__(engines.Engines)
-    fleet._fleet, engine = None, ManagedEngine(0)
+    fleet.changes, fleet._fleet, engine = None, None, ManagedEngine(0)
     fleet._router = ManagedRouter.__new__(ManagedRouter)  # an actor that is started is one of Ray
     fleet._router.losses = Losses("router")
     fleet._router.actor, engine.actor = (

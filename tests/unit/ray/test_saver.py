@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,7 @@ class MachineAtEnd:
         self.open_round, self.trained_round, self.doing = None, 1, None
         self.run_dir, self.checkpoint_root, self.loaded = root, root, None
         self.watchers: Any = self
+        self.parts, self.turns = SimpleNamespace(engines=None), None
         self.screen = self.round_metrics = self
 
     def activity(self, _text: str) -> None: ...

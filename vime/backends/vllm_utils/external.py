@@ -54,6 +54,12 @@ ASK_S, POLL_S = 10.0, 1.0
 START_IT = "Start it with `vime engine` and the flags of this run."
 
 
+def run_keys(config: Config) -> EngineKeys:
+    """Return the keys of a run's engines: new ones, or those of the engines that somebody else started."""
+    path = config.cluster.rollout_external_engine_keys
+    return EngineKeys.make() if path is None else EngineKeys.read(path, flag=KEYS_FLAG)
+
+
 def check_external(config: Config) -> None:
     """ConfigError with everything that is wrong of any engine of --rollout-external-engine-addrs. Starts nothing."""
     addresses = config.cluster.rollout_external_engine_addrs
