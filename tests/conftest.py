@@ -61,11 +61,16 @@ TIERS = ("unit", "contract", "dist", "e2e", "gpu")
 # Files and directories of tier e2e, by the seconds that they take (pytest prints the longest tests at its end).
 LONGEST_FIRST = (
     *("test_training", "test_streaming_run", "test_documented_commands", "test_equivalence_ladder", "vllm_utils"),
-    *("test_external_jobs", "test_agents_run"),
+    *("test_external_jobs", "test_agents_run", "test_adapter_run", "test_images_run", "test_lost_engines"),
+    *("test_external_engines_run", "test_fleet_changes_run", "test_colocated_run"),
     *("test_refusals", "test_joined_cluster", "test_quickstart", "test_rollout_workers", "test_chaos_run"),
 )
-# Directories whose files share what is costly to make: ranks, Ray, engines. One worker takes all of one.
-TOGETHER = ("tests/dist/training", "tests/contract/handoff", "tests/contract/ray", "tests/e2e/vllm_utils")
+# Directories whose files share what is costly to make: ranks, Ray, engines. One worker takes all of one, but for the
+# files before it: they start fleet after fleet, which takes longer than all others of their directory.
+TOGETHER = (
+    *("tests/contract/ray/test_engine_loss", "tests/contract/ray/test_fleet_changes", "tests/contract/ray"),
+    *("tests/dist/training", "tests/contract/handoff", "tests/e2e/vllm_utils"),
+)
 SESSION_VARIABLE = "VIME_TEST_SESSION"
 OUTER_SESSIONS = os.environ.get(SESSION_VARIABLE, "")
 SESSION = uuid.uuid4().hex
