@@ -61,8 +61,14 @@ class OutsideEngine:
         return said.partition("ready: ")[2].strip()
 
     def get(self, route: str) -> dict[str, object]:
+        return self._asked("GET", route, None)
+
+    def post(self, route: str, body: object) -> dict[str, object]:
+        return self._asked("POST", route, body)
+
+    def _asked(self, method: str, route: str, body: object) -> dict[str, object]:
         headers = {KEY_HEADER: EngineKeys.read(self.keys, flag="--keys").control}
-        response = httpx.get(f"http://{self.place}{route}", headers=headers, timeout=60)
+        response = httpx.request(method, f"http://{self.place}{route}", json=body, headers=headers, timeout=60)
         assert response.status_code == 200, response.text
         return dict(response.json())
 

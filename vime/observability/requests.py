@@ -55,11 +55,6 @@ def open_requests(run: Path) -> None:
     (run / DIRECTORY).mkdir(mode=0o700)
 
 
-def close_requests(run: Path) -> None:
-    """Take no more requests."""
-    shutil.rmtree(run / DIRECTORY, ignore_errors=True)
-
-
 def ask(run: Path, request: FleetRequest) -> str:
     """Write a request for the driver. Returns its id. ConfigError when this run takes none."""
     name = f"{time.time_ns()}-{os.getpid()}"

@@ -21,7 +21,6 @@ from vime.observability.requests import (
     AnswerState,
     FleetRequest,
     answer,
-    close_requests,
     open_requests,
     take,
     waiting_requests,
@@ -78,12 +77,14 @@ class FleetChanges:
                 self._tell(said.said)
 
     def close(self) -> None:
-        """The engines are stopped."""
+        """The engines are stopped, with the run or before all of its parts start again."""
+        over = Answer(AnswerState.FAILED, "the run stopped its engines before it was done. Ask again if it goes on.")
         for change in self._open.values():
             change.close()
+        for name in [*self._open, *waiting_requests(self._run_dir)]:
+            answer(self._run_dir, name, over)
         self._open.clear()
         self._rooms.give_back()
-        close_requests(self._run_dir)
 
     def _begin(self, name: str) -> None:
         try:

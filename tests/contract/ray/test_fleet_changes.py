@@ -270,10 +270,13 @@ def test_the_last_engine_beside_a_draining_one_ends_the_run(start, pool) -> None
     fleet = start(2)
     fleet.publish(0)
     ask_engine(fleet, pool, 1)
-    drain(fleet, "engine-1").until("1 requests to end")
+    drained = drain(fleet, "engine-1")
+    drained.until("1 requests to end")
     fleet.server(0).kill()
     with pytest.raises(EngineLostError, match="engine-0"):
         fleet.check_until(lambda: False)
     control(fleet, 1, "POST", "/resume")  # for the thread that asked
     fleet.engines.changes.close()
-    assert not (fleet.directory / "requests").exists()
+    drained.look()
+    assert drained.state is AnswerState.FAILED
+    assert "the run stopped its engines before it was done" in drained.said[-1]

@@ -17,7 +17,7 @@ from vime.observability.claims import read_claims
 
 SCRIPTED = ("--debug-engine-module", "vime.backends.vllm_utils.scripted_server")
 PACE = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "5", "VIME_SCRIPTED_LOADS_FIRST": "1"}  # a round takes over two seconds
-NUM_ROUNDS = 16
+NUM_ROUNDS = 20
 
 
 def start_two(stack: contextlib.ExitStack, directory: Path, flags: list[str]) -> tuple[OutsideEngine, OutsideEngine]:
@@ -49,13 +49,15 @@ def test_a_run_on_scripted_engines_of_others_outlives_one_of_them_and_leaves_the
     task = [*tiny_task.flags(), *SCRIPTED]
     with contextlib.ExitStack() as stack:
         engines = first, second = start_two(stack, tmp_path, task)
+        first.post("/vime/claim", {"run": "elsewhere:/runs/a"})
+        refused = train([*task, *flags_of(engines), "--num-rollout", "1"], tmp_path / "refused")
+        assert refused.code == 2
+        assert f"{first.place}: it belongs to the run elsewhere:/runs/a" in refused.output
+        first.post("/vime/claim", {"run": "elsewhere:/runs/a", "release": True})
         flags = [*task, *flags_of(engines), "--transferqueue-mode", "streaming", "--num-rollout", str(NUM_ROUNDS)]
         flags += ["--engine-health-interval-secs", "1"]
         training = Training("train.py", flags, tmp_path / "run")
         training.wait_for_event("round_trained", count=2)
-        second_run = train([*task, *flags_of(engines), "--num-rollout", "1"], tmp_path / "second")
-        assert second_run.code == 2
-        assert f"{first.place}: it belongs to the run " in second_run.output
         second.kill()
         training.wait_for_event("engine_lost")
         second.start()

@@ -13,6 +13,14 @@ from vime.observability.claims import read_claims
 
 SCRIPTED = "vime.backends.vllm_utils.scripted_server"
 
+SLOW_REWARD = """import asyncio
+
+
+async def slow(args, sample, **kwargs):
+    await asyncio.sleep(2)
+    return float(sum(sample.tokens[-sample.response_length :]) % 5)
+"""
+
 
 def flags_of(task: TinyTask, num_rounds: int) -> list[str]:
     return [*task.flags(), "--transferqueue-mode", "streaming", "--num-rollout", str(num_rounds)]
@@ -65,6 +73,8 @@ def test_an_engine_is_added_to_a_run_of_vllm_engines_and_another_is_drained(
     tiny_task: TinyTask, tmp_path: Path, capsys: pytest.CaptureFixture[str], transport: str
 ) -> None:
     """Each update of weights is checked: `vime engines` says that they serve what the trainer has."""
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)  # a round takes at least two seconds, an engine's start some rounds
     flags = [*flags_of(tiny_task, 60), "--update-weight-transport", transport, "--check-weight-update-equal"]
+    flags += ["--custom-rm-path", f"{tmp_path / 'slow.py'}:slow"]
     run = tmp_path / "run"
     change_and_check(Training("train.py", flags, run), run, 60, capsys)
