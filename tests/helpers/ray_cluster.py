@@ -29,6 +29,8 @@ def ray_cluster() -> Iterator[None]:
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    # As a run does (vime/ray/cluster.py). By Ray's own 15 the engines of a test almost stop beside the other tests.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray-start")
     base = BaseProcess()
     starting = starter.submit(_start, base)

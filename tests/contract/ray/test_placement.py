@@ -41,11 +41,12 @@ def nodes_in_order(world):
     return [node for node, _ in itertools.groupby(world)]
 
 
-def test_eight_ranks_are_on_one_node_in_the_order_of_its_gpus_and_the_engines_on_the_other(found):
+def test_eight_ranks_are_on_one_node_each_with_a_gpu_of_it_and_the_engines_on_the_other(found):
     case = found["2 nodes: 8 ranks, 4 engines"]
     [world] = case["worlds"]
     assert len({node for node, _ in world}) == 1
-    assert [gpus for _, gpus in world] == [[str(number)] for number in range(8)]
+    # which of them is Ray's choice: actors that start at the same time get them in any order
+    assert sorted(gpus for _, gpus in world) == [[str(number)] for number in range(8)]
     engines = case["engines"]
     assert {node for node, _ in engines} == {"gpu-0", "gpu-1"} - {world[0][0]}
     assert sorted(gpus for _, gpus in engines) == [["0"], ["1"], ["2"], ["3"]]
