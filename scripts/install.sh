@@ -15,6 +15,13 @@ missing=$(for extra in ${EXTRAS//,/ }; do [ -e "$STAMP-$extra" ] || echo "$extra
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {
   echo "install: needs Python 3.11, got $("$PYTHON" --version 2>&1). Set PYTHON=/path/to/python3.11." >&2; exit 2; }
+if [ "$DEVICE" = gpu ]; then
+  # torch 2.13's build for CUDA 13.0: with an older driver everything installs, and then torch sees no device.
+  DRIVER=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+  [ "${DRIVER%%.*}" -ge 580 ] 2>/dev/null || {
+    echo "install: NVIDIA driver '$DRIVER'; torch 2.13.0 with CUDA 13.0 needs 580 or newer. Update the driver" \
+         "(or hide the GPU from nvidia-smi to install for the CPU)." >&2; exit 2; }
+fi
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 # No bytecode: pip makes that of 30,000 files on one core (40 CPU s), and an import makes what it needs, once.
 # pip reports the packages left out on purpose (see setup.py) as conflicts; its other messages are shown.

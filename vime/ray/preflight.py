@@ -45,6 +45,7 @@ from vime.utils.failpoints import check_armed
 from vime.utils.network import port_is_free
 
 GIB = 2**30
+TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_torch")  # Python, and what is compiled for torch
 DRY_RUN_S = 120.0
 
 
@@ -75,6 +76,7 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
     refusals.attempt(_check_images, config)
     if not config.debug.debug_rollout_only:
         refusals.attempt(_check_adapter, config)
+        refusals.attempt(_check_transformer_engine, config)
         refusals.attempt(_check_architecture, config)
         refusals.attempt(check_memory, config)
     refusals.attempt(validate_router_flags, config)
@@ -223,6 +225,18 @@ def _check_images(config: Config) -> None:
         raise ConfigError(
             f"{where}: agents, environments and external jobs get prompts as text alone. Remove the flag, or let Vime "
             "generate by itself."
+        )
+
+
+def _check_transformer_engine(config: Config) -> None:
+    """Its torch part is compiled where it is installed, so that it may be missing where the rest of it is there. The
+    nodes of a cluster are compared with this process (nodes.py)."""
+    missing = [name for name in TRANSFORMER_ENGINE if importlib.util.find_spec(name) is None]
+    if config.parallel.transformer_impl == "transformer_engine" and missing:
+        raise ConfigError(
+            f"--transformer-impl transformer_engine: {' and '.join(missing)}: not installed. Build it where nvcc and "
+            "cuDNN's headers are: pip install --no-build-isolation -e '.[transformer-engine]'; or use "
+            "--transformer-impl local."
         )
 
 

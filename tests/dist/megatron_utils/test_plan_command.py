@@ -16,7 +16,7 @@ from tests.helpers.dry_run_cases import write_large
 from vime.config.checks import resolve
 from vime.config.parse import Config, parse
 from vime.ray.inputs import Refusals
-from vime.ray.preflight import check_memory
+from vime.ray.preflight import check_memory, preflight
 
 GIB = 2**30
 TP8_PP4_EP8 = {
@@ -44,14 +44,47 @@ def plan(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def script_flags(script: str, directory: Path, models: Path) -> list[str]:
-    """The flags that a launch script hands to train.py; `ray` is replaced by a script that writes them down."""
+    """The flags that a launch script hands to its program; `ray` is replaced by a script that writes them down."""
     (directory / "ray").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {directory}/submitted\n")
     (directory / "ray").chmod(0o755)
     path = f"{directory}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "MODEL_DIR": str(models), "OUT_DIR": str(directory)}
     subprocess.run([ROOT / "scripts" / script], env=environment, capture_output=True, timeout=60, check=True)
     submitted = (directory / "submitted").read_text().splitlines()
-    return submitted[submitted.index("train.py") + 1 :]
+    return submitted[submitted.index("train_async.py" if "async" in script else "train.py") + 1 :]
+
+
+@pytest.fixture(scope="module")
+def downloaded(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models of the launch scripts, by the names that they have there."""
+    directory = tmp_path_factory.mktemp("models")
+    for name in ("Qwen3-4B", "Qwen3-30B-A3B"):
+        (directory / name).symlink_to(large / name.lower())
+    return directory
+
+
+@pytest.mark.parametrize("script", ["run-qwen3-4B.sh", "run-qwen3-4B-async-streaming.sh", "run-qwen3-30B-A3B.sh"])
+def test_a_shipped_launch_needs_nothing_that_the_installation_leaves_out(
+    script: str, tmp_path: Path, downloaded: Path
+) -> None:
+    config = parse(script_flags(script, tmp_path, downloaded))
+    preflight(config, is_async="async" in script)
+    assert config.parallel.transformer_impl == "local"
+    assert not config.tracking.use_wandb
+
+
+def test_30_billion_parameters_fit_two_nodes_that_train_and_generate_in_turns(tmp_path: Path, downloaded: Path) -> None:
+    fits = plan("--json", *script_flags("run-qwen3-30B-A3B.sh", tmp_path, downloaded))
+    assert fits.returncode == 0, fits.stderr
+    record = json.loads(fits.stdout)
+    [rank] = record["parts"][0]["ranks"]
+    # of 30.5322 B parameters, 128 experts a layer over 8 ranks and all else over 2: 2 bytes, 4 of gradients, and 12 of
+    # the optimizer over the 2 ranks with the same experts, the 8 with the same of all else
+    experts = 48 * 128 * 3 * 2048 * 768
+    other = 30_532_122_624 - experts
+    static = experts / 8 * (6 + 12 / 2) + other / 2 * (6 + 12 / 8)
+    assert (record["fits"], rank["count"]) == (True, 16)
+    assert rank["static"] == pytest.approx(static, rel=2e-3)
 
 
 def test_distinct_shards_sum_to_the_model(large: Path, models: Path, work: Path) -> None:
@@ -87,9 +120,8 @@ def test_all_64_ranks_of_tp8_pp4_ep8_are_as_their_stage_and_sum_to_the_model(lar
     assert held == expected
 
 
-def test_the_shipped_launch_fits_80_gib_and_is_told_what_to_change_for_24(tmp_path: Path, large: Path) -> None:
-    (large / "Qwen3-4B").symlink_to(large / "qwen3-4b")
-    flags = script_flags("run-qwen3-4B.sh", tmp_path, large)
+def test_the_shipped_launch_fits_80_gib_and_is_told_what_to_change_for_24(tmp_path: Path, downloaded: Path) -> None:
+    flags = script_flags("run-qwen3-4B.sh", tmp_path, downloaded)
     fits = plan("--json", *flags)
     assert fits.returncode == 0, fits.stderr
     record = json.loads(fits.stdout)
@@ -99,6 +131,7 @@ def test_the_shipped_launch_fits_80_gib_and_is_told_what_to_change_for_24(tmp_pa
     # 4.0224 B parameters, half a rank: 2 bytes, with the reference twice, 4 of gradients, 12 of the optimizer / 2
     assert rank["static"] / GIB == pytest.approx(2.0113e9 * (2 * 2 + 4 + 6) / GIB, rel=1e-3)
     assert 0 < rank["activations"] < 8 * GIB
+    flags += ["--transformer-impl", "transformer_engine"]
     refused = plan("--gpu-memory-gib", "24", "--trainer-tflops", "100", "--engine-tokens-per-sec", "5000", *flags)
     assert refused.returncode == 2, refused.stderr
     for said in (
@@ -133,9 +166,8 @@ def test_fsdp_counts_a_share_of_every_tensor_and_says_what_it_leaves_out(models:
     assert "activations, and the whole layers that a pass gathers, are not counted" in " ".join(record["notes"])
 
 
-def test_the_command_of_an_engine_on_gpus_is_one_that_vllm_parses(tmp_path: Path, large: Path) -> None:
-    (tmp_path / "Qwen3-4B").symlink_to(large / "qwen3-4b")
-    config = resolve(parse(script_flags("run-qwen3-4B.sh", tmp_path, tmp_path)))
+def test_the_command_of_an_engine_on_gpus_is_one_that_vllm_parses(tmp_path: Path, downloaded: Path) -> None:
+    config = resolve(parse(script_flags("run-qwen3-4B.sh", tmp_path, downloaded)))
     config = config.replace(rollout_num_gpus_per_engine=4, use_rollout_routing_replay=True)
     program = (
         "import json, sys\n"

@@ -46,7 +46,19 @@ def test_every_redirection_says_why_and_names_something_once() -> None:
     assert "torch.zeros" not in names
 
 
+def test_a_rank_on_a_gpu_has_one_queue_of_kernels_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's environment would give it to the engines too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    prepare_process("cuda")
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    prepare_process("cuda")
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
 def test_a_device_the_process_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # taken back behind the test
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="--device cuda"):
         prepare_process("cuda")

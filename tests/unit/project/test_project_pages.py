@@ -142,7 +142,8 @@ def test_test_file_names_are_unique() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-def test_the_gpu_launch_submits_known_flags_and_absolute_paths_from_a_clone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["run-qwen3-4B.sh", "run-qwen3-4B-async-streaming.sh", "run-qwen3-30B-A3B.sh"])
+def test_a_gpu_launch_submits_known_flags_and_absolute_paths_from_a_clone(tmp_path: Path, name: str) -> None:
     """`ray` is replaced by a script that writes down what it was given; only files that a clone has are there."""
     for path in clone_files(ROOT / "scripts"):
         copy = tmp_path / "clone" / path.relative_to(ROOT)
@@ -152,11 +153,12 @@ def test_the_gpu_launch_submits_known_flags_and_absolute_paths_from_a_clone(tmp_
     (tmp_path / "ray").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/submitted\n")
     (tmp_path / "ray").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "MODEL_DIR": "models"}
-    script = tmp_path / "clone" / "scripts" / "run-qwen3-4B.sh"
+    script = tmp_path / "clone" / "scripts" / name
     ran = subprocess.run([script], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
     submitted = (tmp_path / "submitted").read_text().splitlines()
-    config = parse(submitted[submitted.index("train.py") + 1 :])  # refuses a flag that it does not know
+    program = "train_async.py" if "async" in name else "train.py"
+    config = parse(submitted[submitted.index(program) + 1 :])  # refuses a flag that it does not know
     paths = [config.model.hf_checkpoint, config.model.save, config.model.load, config.tracking.run_dir]
     paths += [config.data.prompt_data, config.eval.eval_prompt_data[1]]
     assert [path for path in paths if path is None or not Path(path).is_absolute()] == []

@@ -96,6 +96,20 @@ def test_a_family_that_megatron_does_not_know_is_refused_without_fsdp(tmp_path: 
         preflight(chosen.replace(train_backend="fsdp"), is_async=False)
 
 
+def test_layers_that_are_not_installed_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks said it, minutes later, when all engines had started."""
+    monkeypatch.setattr("vime.ray.preflight.check_memory", lambda _config: None)  # another process, 20 s
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    flags = ["--hf-checkpoint", str(tmp_path), "--device", "cuda", "--ray-address", "auto"]
+    flags += ["--transformer-impl", "transformer_engine"]
+    with pytest.raises(
+        ConfigError, match=r"transformer_engine and transformer_engine_torch: not installed.*pip install"
+    ):
+        preflight(parse(flags), is_async=False)
+
+
 def test_a_router_flag_that_the_run_owns_is_refused_before_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the router's --policy itself. Use --vllm-router-policy instead"):
         preflight(config(tmp_path, "--router-policy", "random"), is_async=False)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import random
 import warnings
 
@@ -31,6 +32,10 @@ def prepare_process(device: str) -> list[str]:
     `device` is the resolved --device. A CPU run on a machine that shows a GPU is refused here: megatron-core would put
     its tensors on the GPU whatever we say.
     """
+    if device == "cuda":
+        # With one queue of kernels, collectives that megatron starts first run first, beside what they are meant to.
+        # In the ranks alone: engines of the same job would lose by it. CUDA reads it once, so before CUDA is asked.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: torch sees no CUDA device in the trainer process. Use --device cpu.")

@@ -211,7 +211,10 @@ class CompletionModel(GPTModel):
         """`rotates_in_attention`: the layers' `PackedAttention` applies rotary positions, not megatron.
         `window_rope_theta`: of the layers with a window, if they have another than the rest."""
         super().__init__(config, *arguments, **options)
-        self._rotates_in_attention, self._embedding_scale = rotates_in_attention, embedding_scale
+        self._rotates_in_attention = rotates_in_attention
+        self._embedding_scale: float | None = None
+        if embedding_scale is not None:  # rounded to the type of the embedding, as transformers does
+            self._embedding_scale = torch.tensor(embedding_scale, dtype=config.params_dtype, device="cpu").item()
         self._window_rope, self._rope_scale = None, rope_scale
         if window_rope_theta is not None:
             self._window_rope = RotaryEmbedding(
@@ -231,8 +234,7 @@ class CompletionModel(GPTModel):
             *arguments, position_ids=position_ids, packed_seq_params=packed_seq_params, **options
         )
         if self._embedding_scale is not None and self.pre_process:
-            # rounded to the type of the embedding first, as transformers does
-            hidden_states = hidden_states * torch.tensor(self._embedding_scale, dtype=hidden_states.dtype).item()
+            hidden_states = hidden_states * self._embedding_scale
         if not self._rotates_in_attention:
             return (hidden_states, angles_S11D, *others)
 

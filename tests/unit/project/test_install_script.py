@@ -1,0 +1,53 @@
+"""scripts/install.sh refuses a machine that could not use what it would install, before it installs anything."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in -L) echo "GPU 0: NVIDIA H100 80GB HBM3" ;; --query-gpu=*) printf '%s\\n%s\\n' "$DRIVER" "$DRIVER" ;; esac
+"""
+# Stands for Python in every place: says that it is 3.11, and what it was asked to install.
+PYTHON = """#!/bin/sh
+echo "python $*" >> "$ASKED"
+case "$*" in "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;; esac
+"""
+
+
+def install(place: Path, driver: str) -> tuple[int, str, str]:
+    """Exit code, what it said, and what was asked of Python."""
+    for file in ("scripts/install.sh", "setup.py"):
+        (place / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, place / file)
+    for name, text in (("nvidia-smi", NVIDIA_SMI), ("python3.11", PYTHON)):
+        (place / "bin").mkdir(exist_ok=True)
+        (place / "bin" / name).write_text(text)
+        (place / "bin" / name).chmod(0o755)
+    (place / "asked").touch()
+    environment = {"PATH": f"{place / 'bin'}{os.pathsep}/usr/bin:/bin", "DRIVER": driver, "ASKED": str(place / "asked")}
+    done = subprocess.run(
+        [place / "scripts" / "install.sh"], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stderr, (place / "asked").read_text()
+
+
+@pytest.mark.parametrize("driver", ["535.183.01", "575.57.08", "[N/A]"])
+def test_a_driver_that_torch_cannot_use_is_refused_before_anything_is_installed(tmp_path: Path, driver: str) -> None:
+    code, said, asked = install(tmp_path, driver)
+    assert code == 2
+    assert f"NVIDIA driver '{driver}'" in said
+    assert "needs 580 or newer" in said
+    assert "pip" not in asked
+
+
+def test_a_new_driver_gets_the_packages_for_gpus(tmp_path: Path) -> None:
+    code, said, asked = install(tmp_path, "580.159.04")
+    assert code == 0, said
+    assert ".[dev,gpu]" in asked
+    assert "+cpu" not in asked
