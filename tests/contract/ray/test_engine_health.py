@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from vime.config.parse import parse
 from vime.ray import engines as engines_module
-from vime.ray import managed_router
+from vime.ray import managed_engine, managed_router
 from vime.ray.engines import Engines
 from vime.types import EngineAddress, EngineError, WaitTimeoutError
 
@@ -50,7 +50,7 @@ def start(monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Engines]]:
     made: list[Engines] = []
 
     def started(count: int, router=Stub, *more: str) -> Engines:
-        monkeypatch.setattr(engines_module, "EngineActor", Stub)
+        monkeypatch.setattr(managed_engine, "EngineActor", Stub)
         monkeypatch.setattr(managed_router, "RouterActor", router)
         flags = ["--engine-health-interval-secs", "0.5", "--engine-health-timeout-secs", "0.5"]
         made.append(Engines(parse(["--device", "cpu", "--rollout-num-engines", str(count), *flags, *more]), tmp_path))
