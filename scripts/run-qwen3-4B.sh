@@ -7,44 +7,16 @@
 # --transformer-impl transformer_engine. Metrics on wandb, once `wandb login` was said on the head node: USE_WANDB=1.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/models/qwen3-4B.sh
-DATA_DIR=$(realpath -m "${DATA_DIR:-data}")
-OUT_DIR=$(realpath -m "${OUT_DIR:-.}")
 RUN_NAME=${RUN_NAME:-qwen3-4B-grpo}
+source scripts/models/qwen3-4B.sh
+source scripts/models/qwen3-math.sh
 
 CLUSTER_ARGS=(
   --device cuda --ray-address auto
-  --actor-num-nodes 1 --actor-num-gpus-per-node 4
-  --rollout-num-gpus 4 --rollout-num-gpus-per-engine 1
+  --actor-num-nodes 1 --actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --sequence-parallel
+  --rollout-num-gpus 4 --rollout-num-gpus-per-engine 1 --vllm-gpu-memory-utilization 0.85
+  --generate-timeout-secs 1800 --start-timeout-secs 900
 )
-CKPT_ARGS=(--run-dir "$OUT_DIR/runs/$RUN_NAME" --save-interval 20
-  --save "$OUT_DIR/checkpoints/$RUN_NAME" --load "$OUT_DIR/checkpoints/$RUN_NAME")
-DATA_ARGS=(
-  --prompt-data "$DATA_DIR/dapo-math-17k.jsonl" --input-key prompt --label-key label
-  --apply-chat-template --rollout-shuffle --rm-type math
-)
-ROLLOUT_ARGS=(
-  --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
-  --rollout-max-prompt-len 1024 --rollout-max-response-len 8192 --rollout-max-context-len 16384 --rollout-temperature 1
-  --over-sampling-batch-size 64 --generate-timeout-secs 1800 --start-timeout-secs 900
-  --dynamic-sampling-filter-path vime.rollout.filter_hub.check_reward_nonzero_std
-)
-EVAL_ARGS=(--eval-interval 20 --eval-prompt-data aime "$DATA_DIR/aime-2024.jsonl" --n-samples-per-eval-prompt 16
-  --eval-max-response-len 16000 --eval-top-p 0.7)
-PERF_ARGS=(
-  --tensor-model-parallel-size 2 --sequence-parallel --bf16 --use-distributed-optimizer
-  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-  --use-dynamic-batch-size --max-tokens-per-gpu 9216 --balance-data
-)
-GRPO_ARGS=(--advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28
-  --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl)
-OPTIMIZER_ARGS=(--lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98)
-QUEUE_ARGS=(--enable-vime-transfer-queue --transferqueue-mode buffer)
-ENGINE_ARGS=(--vllm-gpu-memory-utilization 0.85)
-TRACKING_ARGS=()
-[ -z "${USE_WANDB:-}" ] || TRACKING_ARGS=(--use-wandb --wandb-project vime --wandb-group "$RUN_NAME")
+KL_ARGS=(--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl)
 
-exec ray job submit --address "${RAY_DASHBOARD_ADDRESS:-http://127.0.0.1:8265}" --working-dir . -- python3 "${TRAIN:-train.py}" \
-  "${CLUSTER_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" \
-  "${PERF_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${QUEUE_ARGS[@]}" "${ENGINE_ARGS[@]}" \
-  "${TRACKING_ARGS[@]}" "$@"
+submit "${TRAIN:-train.py}" "${CLUSTER_ARGS[@]}" "${KL_ARGS[@]}" "$@"
