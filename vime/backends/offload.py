@@ -11,11 +11,15 @@ copies. All copies of a call are queued before the first is waited for.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, UntypedStorage
+
+logger = logging.getLogger(__name__)
 
 
 class Offload:
@@ -82,11 +86,18 @@ class Offload:
 
 
 def _lock_pages(host: Tensor) -> None:
-    """Page-lock memory of torch's: `pin_memory` would round it up to a power of two, up to twice the bytes."""
-    cudart = torch.cuda.cudart()
-    error = cudart.cudaHostRegister(host.data_ptr(), host.numel(), 0)
-    if int(error) != 0:
-        raise RuntimeError(f"{host.numel()} bytes of host memory cannot be page-locked: CUDA error {int(error)}")
+    """Page-lock memory of torch's while it lives: `pin_memory` would round it up to a power of two, up to twice the
+    bytes. Where the system refuses, copies are slower and right all the same."""
+    cudart, address = torch.cuda.cudart(), host.data_ptr()
+    error = int(cudart.cudaHostRegister(address, host.numel(), 0))
+    if error:
+        logger.warning(
+            "%d bytes of host memory for a sleeping trainer cannot be page-locked (CUDA error %d): moving them takes "
+            "longer. Raise the limit of locked memory (ulimit -l).", host.numel(), error,
+        )  # fmt: skip
+        return
+    # else CUDA would refuse the same address when it is given out again; at the end of the process CUDA does it itself
+    weakref.finalize(host, cudart.cudaHostUnregister, address).atexit = False
 
 
 def _wait_for_copies(moved: Iterable[tuple[UntypedStorage, Tensor]]) -> None:
