@@ -17,7 +17,7 @@ from tests.helpers.gpu_rank import run_all_on_gpu
 from tests.helpers.image_cases import image_cases
 from tests.helpers.lora_cases import ADAPTER
 from tests.helpers.megatron_cases import grpo_flags
-from tests.helpers.megatron_models import make_model, make_rows
+from tests.helpers.megatron_models import make_models, make_rows
 from tests.helpers.megatron_worker import Case, answers_of
 
 pytestmark = [
@@ -62,11 +62,7 @@ OTHERS = ("adapter", "adapter-fsdp", "critic", "replay", "recompute", "one")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models")
-    for kind in MODELS:
-        make_model(kind, directory / kind)
-    make_model("qwen2", directory / "reference", seed=1)
-    make_model("qwen2_critic", directory / "critic", seed=2)
+    directory = make_models(MODELS, tmp_path_factory.mktemp("models"))
     tiny_images.make_idefics3(directory / "images")
     return directory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -10,6 +11,7 @@ import torch
 from tests.helpers import tiny_models
 from tests.helpers.engines import HEADERS
 from vime.backends.vllm_utils.control import FleetControl
+from vime.config.lora import AdapterInfo
 from vime.rollout.engine_client import read_completions
 from vime.types import EngineAddress
 from vime.weights.plan import TensorMeta
@@ -30,7 +32,10 @@ class Pusher:
         self.version = 100
 
     def push(self, model: torch.nn.Module, *, names: set[str] | None = None) -> None:
-        pairs = {name: tensor for name, tensor in tiny_models.stream(model) if names is None or name in names}
+        self.push_tensors({name: it for name, it in tiny_models.stream(model) if names is None or name in names})
+
+    def push_tensors(self, pairs: Mapping[str, torch.Tensor], adapter: AdapterInfo | None = None) -> None:
+        """One update; with `adapter` these are its tensors."""
         self.version += 1
         publish(
             iter(pairs.items()),
@@ -40,6 +45,7 @@ class Pusher:
             sender=self._sender,
             pause_mode="keep",
             deadline_s=60,
+            adapter=adapter,
         )
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,15 @@ def make_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
         path = directory / "config.json"
         entries = json.loads(path.read_text()) | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
         path.write_text(json.dumps(entries))
+    return directory
+
+
+def make_models(kinds: Iterable[str], directory: Path) -> Path:
+    """One model of each kind, by its name; `reference` and `critic` beside them, of other seeds."""
+    for kind in kinds:
+        make_model(kind, directory / kind)
+    make_model("qwen2", directory / "reference", seed=1)
+    make_model("qwen2_critic", directory / "critic", seed=2)
     return directory
 
 

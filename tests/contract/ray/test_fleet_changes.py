@@ -1,7 +1,7 @@
 """Engines that a user adds to a live run or drains: real actors, servers and router; scripted engines in vLLM's
 place."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
@@ -101,6 +101,16 @@ def ask_engine(fleet: Fleet, pool: ThreadPoolExecutor, index: int) -> "Future[ht
     return asked
 
 
+def draining(start: Callable[..., Fleet], pool: ThreadPoolExecutor) -> tuple[Fleet, Asked]:
+    """Two engines, of which engine-1 is being drained and has a request that does not end."""
+    fleet = start(2)
+    fleet.publish(0)
+    ask_engine(fleet, pool, 1)
+    drained = drain(fleet, "engine-1")
+    drained.until("1 requests to end")
+    return fleet, drained
+
+
 def test_a_drained_engine_ends_its_request_gets_no_other_and_is_not_started_again(start, pool) -> None:
     fleet = start(2)
     fleet.publish(0)
@@ -183,11 +193,7 @@ def test_engines_that_share_gpus_with_trainers_are_neither_drained_nor_added(sta
 
 @pytest.mark.nightly
 def test_an_engine_that_dies_while_it_is_drained_is_not_started_again(start, pool) -> None:
-    fleet = start(2)
-    fleet.publish(0)
-    ask_engine(fleet, pool, 1)
-    drained = drain(fleet, "engine-1")
-    drained.until("1 requests to end")
+    fleet, drained = draining(start, pool)
     fleet.server(1).kill()
     assert "(lost: engine-1 ended with exit code" in drained.end()
     assert fleet.events() == [("engine_draining", "engine-1"), ("engine_stopped", "engine-1")]
@@ -267,11 +273,7 @@ def test_engines_for_which_there_is_no_room_are_refused_by_name_and_none_is_star
 
 @pytest.mark.nightly
 def test_the_last_engine_beside_a_draining_one_ends_the_run(start, pool) -> None:
-    fleet = start(2)
-    fleet.publish(0)
-    ask_engine(fleet, pool, 1)
-    drained = drain(fleet, "engine-1")
-    drained.until("1 requests to end")
+    fleet, drained = draining(start, pool)
     fleet.server(0).kill()
     with pytest.raises(EngineLostError, match="engine-0"):
         fleet.check_until(lambda: False)

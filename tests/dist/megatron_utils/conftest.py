@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.megatron_cases import KINDS
-from tests.helpers.megatron_models import make_model
+from tests.helpers.megatron_models import make_models
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of tiny models: one per kind, a reference model, and one whose config and weights do not match."""
-    directory = tmp_path_factory.mktemp("megatron-models")
-    for kind in KINDS:
-        make_model(kind, directory / kind)
-    make_model("qwen2", directory / "reference", seed=1)
-    make_model("qwen2_critic", directory / "critic", seed=2)
+    directory = make_models(KINDS, tmp_path_factory.mktemp("megatron-models"))
     shutil.copytree(directory / "qwen2", directory / "mixed")
     shutil.copy(directory / "qwen3" / "config.json", directory / "mixed" / "config.json")
     return directory

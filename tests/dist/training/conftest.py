@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.early_cases import early_cases
 from tests.helpers.engine_contract import contract_cases
-from tests.helpers.megatron_models import make_model
+from tests.helpers.megatron_models import make_model, make_models
 from tests.helpers.megatron_worker import Answers, answers_of
 from tests.helpers.nightly import is_night
 from tests.helpers.role_cases import role_cases
@@ -17,10 +17,7 @@ from tests.helpers.several_rows_cases import several_rows_cases
 
 @pytest.fixture(scope="session")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("contract-models")
-    make_model("qwen2", directory / "qwen2")
-    make_model("qwen2", directory / "reference", seed=1)
-    make_model("qwen2_critic", directory / "critic", seed=2)
+    directory = make_models(["qwen2"], tmp_path_factory.mktemp("contract-models"))
     make_model("qwen2", directory / "teacher", seed=2)
     return directory
 

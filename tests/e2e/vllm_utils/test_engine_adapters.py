@@ -19,8 +19,6 @@ from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.routes import MAX_ADAPTERS
 from vime.config.lora import LINEAR_LAYERS, AdapterInfo
 from vime.types import PublishError
-from vime.weights.plan import TensorMeta
-from vime.weights.publish import publish
 
 RANK = 5  # none of vLLM's sizes
 INFO = AdapterInfo(rank=RANK, alpha=8.0, target_modules=list(LINEAR_LAYERS))
@@ -43,22 +41,11 @@ def pusher(engine, model, tmp_path_factory) -> Iterator[Pusher]:
     pusher = Pusher(engine.address, "shm", tmp_path_factory.mktemp("adapters"))
     pusher.push(model)
     yield pusher
-    pusher._sender.close()
-    pusher.fleet.close()
+    pusher.close()
 
 
 def push_adapter(pusher: Pusher, adapter: dict[str, torch.Tensor], info: AdapterInfo = INFO) -> int:
-    pusher.version += 1
-    publish(
-        iter(adapter.items()),
-        [TensorMeta.of(name, tensor) for name, tensor in adapter.items()],
-        version=pusher.version,
-        fleet=pusher.fleet,
-        sender=pusher._sender,
-        pause_mode="keep",
-        deadline_s=60,
-        adapter=info,
-    )
+    pusher.push_tensors(adapter, info)
     return pusher.version
 
 

@@ -1,10 +1,10 @@
 """--colocate on the command line: what follows from it, which ranks an engine shares GPUs with, and what is refused."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.rollout_setup import write_model_directory
 from vime.config.colocation import shared_ranks, sleep_level
 from vime.config.command_line import parse_command_line
 from vime.config.parse import Config
@@ -12,23 +12,13 @@ from vime.ray.cluster import demand_of
 from vime.ray.preflight import preflight
 from vime.types import ConfigError
 
-SHAPE = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 2,
-    "hidden_size": 96,
-    "vocab_size": 40,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 192,
-    "max_position_embeddings": 512,
-}
 GPUS = ("--device", "cuda", "--ray-address", "auto")
 
 
 @pytest.fixture
 def started(tmp_path: Path):
     """started(flags): the configuration of a run that may start."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    write_model_directory(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "train.jsonl").write_text('{"input": "1"}\n')
     common = [
