@@ -94,7 +94,11 @@ def test_a_run_without_engines_of_its_own_is_refused(tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["drain"], ["add", "none"], ["add", "0"], ["list", "engine-0"], ["add", "--within", "3"]]
+    "words",
+    [
+        *(["drain"], ["add", "none"], ["add", "0"], ["list", "engine-0"], ["add", "--within", "3"]),
+        *(["drain", "engine-0", f"--within={secs}"] for secs in ("0", "-1", "inf", "nan")),
+    ],
 )
 def test_other_words_are_refused_with_an_example(run, capsys, words) -> None:
     assert main(["engines", str(run), *words]) == 2
