@@ -93,16 +93,23 @@ def test_a_run_without_engines_of_its_own_is_refused(tmp_path, capsys) -> None:
     assert "--rollout-num-engines 0" in capsys.readouterr().err
 
 
+SECONDS = "expected a number of seconds above 0, with drain"
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        *(["drain"], ["add", "none"], ["add", "0"], ["list", "engine-0"], ["add", "--within", "3"]),
-        *(["drain", "engine-0", f"--within={secs}"] for secs in ("0", "-1", "inf", "nan")),
+        (["drain"], "Expected its name, as in `vime engines RUN drain engine-1`"),
+        (["add", "none"], "expected a number of engines, as in `vime engines RUN add 2`"),
+        (["add", "0"], "expected a number of engines"),
+        (["list", "engine-0"], "expected nothing after list"),
+        (["add", "--within", "3"], SECONDS),
+        *((["drain", "engine-0", f"--within={seconds}"], SECONDS) for seconds in ("0", "-1", "inf", "nan")),
     ],
 )
-def test_other_words_are_refused_with_an_example(run, capsys, words) -> None:
+def test_other_words_are_refused_with_an_example(run, capsys, words, said) -> None:
     assert main(["engines", str(run), *words]) == 2
-    assert "xpected" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_that_ends_or_starts_its_parts_again_meanwhile_is_not_waited_for(run, tmp_path, capsys) -> None:
