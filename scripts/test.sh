@@ -7,6 +7,7 @@
 # VIME_TEST_WORKERS: processes that share the tests, a file at a time (2 without arguments, else 0: all in one process).
 set -euo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE  # images of containers set it; each process of each run would compile torch and vLLM again
 ./scripts/install.sh smollm2 reasoning-gym
 export VIME_TEST_DEADLINE=${VIME_TEST_DEADLINE:-4800} OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # For the test that opens report.html. Where npm is missing or does not respond, the test is skipped and says so.

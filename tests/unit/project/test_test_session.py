@@ -43,6 +43,11 @@ def is_gone(pid: int) -> bool:
     return True
 
 
+def test_processes_of_this_session_keep_the_bytecode_they_make() -> None:
+    """Else each process of each run compiles torch and vLLM again, and the session takes more than twice as long."""
+    assert not sys.dont_write_bytecode, "PYTHONDONTWRITEBYTECODE is set; unset it, as scripts/test.sh does"
+
+
 TWO_WORKERS = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
 
 
