@@ -24,6 +24,8 @@ from vime.utils.processes import read_processes, tree
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "VIME_TEST_RUN"
+UNREAD = "Unhandled error"
+"""What Ray writes on the screen of a run that has thrown such an answer away."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class Training:
         pytest.fail(f"no event {kind} x {count} within {deadline_s} s:\n{self._log.read_text()}")
 
     def finish(self, deadline_s: float = 560) -> Finished:
-        """Wait for the end; a run that does not end, or leaves a process behind, fails the test."""
+        """Wait for the end. The test fails when the run does not end, leaves a process behind or shows an error that it
+        has not read."""
         try:
             code = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -122,8 +125,10 @@ class Training:
             raise
         survivors = self.survivors(grace_s=30)
         self.kill()
-        assert not survivors, f"left running: {survivors}\n{self._log.read_text()[-2000:]}"
-        return Finished(code, self._log.read_text(), self.run_dir)
+        output = self._log.read_text()
+        assert not survivors, f"left running: {survivors}\n{output[-2000:]}"
+        assert UNREAD not in output, f"an answer of an actor was an error and nobody has read it:\n{output[-8000:]}"
+        return Finished(code, output, self.run_dir)
 
     def survivors(self, grace_s: float) -> list[str]:
         """Processes of this run that are still there after `grace_s`."""

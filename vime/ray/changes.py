@@ -150,7 +150,7 @@ class _Drain:
         self._began = time.monotonic()
         wait = waiting(f"requests of {engine.name} to end before it is stopped", deadline_s=within_s)
         self._wait: Stretch | None = wait.__enter__()
-        self._asked: ObjectRef[int] | None = None
+        self._asked: ObjectRef[int | None] | None = None
         self._num_requests: int | None = None  # that it said last
         self._num_empty = 0  # looks in a row in which it had none
         self._cut = ""  # what became of requests that had not ended

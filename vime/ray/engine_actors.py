@@ -15,7 +15,7 @@ from vime.backends.vllm_utils.router import PORT_FREE_S, RouterProcess
 from vime.config.parse import Config
 from vime.observability.logs import setup_logging
 from vime.ray.cluster import keep_collectives_on_interface, listen_host, yield_to_trainers
-from vime.types import EngineAddress
+from vime.types import EngineAddress, EngineError
 from vime.utils.device import see_only
 
 ASKED_S = 30.0
@@ -54,9 +54,10 @@ class EngineActor:
         ended, or hangs for `deadline_s`."""
         return self._process.check_health(deadline_s, is_updating=is_updating)
 
-    def num_requests(self) -> int:
-        """Return how many requests for completions it works on."""
-        return self._process.num_requests(ASKED_S)
+    def num_requests(self) -> int | None:
+        """Return how many requests for completions it works on; None if it does not say, as one does that is being
+        stopped. Whoever stops it may have no use for the answer, and Ray shows an error that nobody reads."""
+        return _said_by(self._process)
 
     def stop(self) -> None:
         self._process.stop()
@@ -77,11 +78,18 @@ class ExternalEngineActor(EngineActor):
     def check(self, deadline_s: float, is_updating: bool) -> str | None:
         return self._external.check_health(deadline_s, is_updating=is_updating)
 
-    def num_requests(self) -> int:
-        return self._external.num_requests(ASKED_S)
+    def num_requests(self) -> int | None:
+        return _said_by(self._external)
 
     def stop(self) -> None:
         self._external.stop()
+
+
+def _said_by(engine: EngineProcess | ExternalEngine) -> int | None:
+    try:
+        return engine.num_requests(ASKED_S)
+    except EngineError:
+        return None  # what is wrong with it, the health check says
 
 
 class RouterActor:
