@@ -197,7 +197,9 @@ def _start_parts(
     if trainers is not None and not config.cluster.colocate:
         trainers.start(total_steps, starter.poll)
     if engines is not None:
-        with starter.part("engines", f"starting {len(engines)} vLLM engine(s) and the router, about 15 s"):
+        is_outside = bool(config.cluster.rollout_external_engine_addrs)
+        what = f"{'reaching' if is_outside else 'starting'} {len(engines)} vLLM engine(s), starting the router"
+        with starter.part("engines", what if is_outside else f"{what}, about 15 s"):
             [node_id] = wait_for(
                 [manager.ask(RolloutManager.node)], name="its node", owner="RolloutManager", deadline_s=30
             )

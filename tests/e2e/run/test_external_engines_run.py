@@ -60,10 +60,13 @@ def test_a_run_on_scripted_engines_of_others_outlives_one_of_them_and_leaves_the
         training.wait_for_event("round_trained", count=2)
         second.kill()
         training.wait_for_event("engine_lost")
+        published = len(training.so_far().events("weights_confirmed"))
+        training.wait_for_event("weights_confirmed", count=published + 2)  # the first may have begun before the kill
         second.start()
         training.wait_for_event("engine_readmitted")
         finished = training.finish()
         assert finished.code == 0, finished.output
+        assert "reaching 2 vLLM engine(s), starting the router" in finished.output
         assert finished.events("run_restarted") == []
         report = audit_run(
             finished.run_dir, saved=newest_checkpoint(finished.run_dir), claims=partial(read_claims, finished.run_dir)
