@@ -147,6 +147,7 @@ def serve(directory: Path, samples: int, largest: int) -> None:
         limits=Limits(
             samples_per_prompt=samples, max_staleness=0, lease_timeout_s=3600.0, vocab_size=1 << 20,
             max_tokens=2 * largest, temperature=1.0, max_body_bytes=1 << 30, calls_per_s=1e9,
+            has_capacity=False,  # `by_worker` does not ask for room either
         ),
     )  # fmt: skip
     server = GatewayServer(make_app(gateway, tokens), "127.0.0.1:0")

@@ -223,7 +223,7 @@ def _version(gateway: Gateway, request: Request) -> int:
     return int(wanted) if wanted.isdecimal() and len(wanted) < 10 else -1
 
 
-async def _body(request: Request, most: int) -> bytes:
+async def _body(request: Request, most: int) -> bytearray:
     """Waits for: the sender, BODY_S at most."""
     too_large = Refusal(
         413,
@@ -254,7 +254,7 @@ async def _body(request: Request, most: int) -> bytes:
             next_action="Send the call again.",
             retry_after_s=0,
         ) from error
-    return bytes(body)
+    return body
 
 
 def _encoding(request: Request) -> str:
@@ -271,7 +271,7 @@ def _encoding(request: Request) -> str:
     return said
 
 
-def _decoded(body: bytes, encoding: str, kind: type[m.Message]) -> m.Message:
+def _decoded(body: bytearray, encoding: str, kind: type[m.Message]) -> m.Message:
     try:
         decode = msgspec.json.decode if encoding == JSON else msgspec.msgpack.decode
         return decode(body or (b"{}" if encoding == JSON else b"\x80"), type=kind)

@@ -43,6 +43,7 @@ class Limits:
     calls_per_s: float = 200.0  # of one token, on average; twice as many at once
     failures_per_s: float = 20.0  # calls without a valid token, of all callers together
     max_partial_bytes: int = 256 << 20  # samples of one producer whose groups are not whole
+    has_capacity: bool = True  # the queue has a bound, so the ledger is asked for room before a group is stored
 
 
 class Checked(NamedTuple):
@@ -50,7 +51,7 @@ class Checked(NamedTuple):
     there."""
 
     given: m.GivenSample
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.int32]
     log_probs: NDArray[np.float64]
     spans: list[VersionSpan]
 
@@ -171,7 +172,7 @@ def _checked(given: m.GivenSample, limits: Limits) -> Checked:
             f"{len(given.tokens)} tokens, response_length {length}",
             f"response_length below the number of tokens, and at most {limits.max_tokens} tokens",
         )
-    tokens = np.asarray(given.tokens, np.int64)
+    tokens = np.asarray(given.tokens, np.int32)  # as rows hold them; the message allows no larger number
     if tokens.max() >= limits.vocab_size:
         raise invalid(
             f"{where}: the model has no such token.", f"token {tokens.max()}", f"0 to {limits.vocab_size - 1}"

@@ -420,9 +420,22 @@ class Gateway:
             group, payload = self._encode(_ledger_name(producer), samples)
         except HandoffError as error:
             raise invalid("the group cannot be trained on.", str(error), "rows whose lists line up") from error
+        if self.limits.has_capacity:
+            await self._admit(task, payload)
+        try:
+            await self._writer.put(task, group, payload)
+        except TransitionError as error:
+            await asyncio.to_thread(self._store.forget_attempt, task)
+            _refuse_late(error)
+        self._forget(task)
+        self._partial.get(producer, {}).pop(task, None)
+        self.job(producer).note_commit()
+
+    async def _admit(self, task: Task, payload: Payload) -> None:
+        """Refuse a group for which the queue has no room now, or never will."""
         try:
             admission = await self._ledger.call_async(
-                PromptLedger.admit, task, num_tokens=payload.num_tokens, num_bytes=group.num_bytes
+                PromptLedger.admit, task, num_tokens=payload.num_tokens, num_bytes=payload.num_bytes
             )
         except CapacityError as error:
             raise Refusal(
@@ -438,19 +451,11 @@ class Gateway:
                 429,
                 "no_room",
                 "the queue is full.",
-                got=f"a group of {payload.num_tokens} tokens, {group.num_bytes} bytes",
+                got=f"a group of {payload.num_tokens} tokens, {payload.num_bytes} bytes",
                 expected=admission.waits_for,
                 next_action="Repeat the same call after Retry-After; send heartbeats meanwhile.",
                 retry_after_s=1,
             )
-        try:
-            await self._writer.put(task, group, payload)
-        except TransitionError as error:
-            await asyncio.to_thread(self._store.forget_attempt, task)
-            _refuse_late(error)
-        self._forget(task)
-        self._partial.get(producer, {}).pop(task, None)
-        self.job(producer).note_commit()
 
     async def _take_room(self, producer: str, task: Task, num_bytes: int) -> None:
         """Count a sample of a group that is not whole, or refuse it.

@@ -40,7 +40,7 @@ from vime.rollout.group_writer import GroupWriter
 from vime.rollout.partial import num_response_tokens
 from vime.rollout.prompts import context_limit
 from vime.rollout.sample_rows import by_sample
-from vime.rollout.worker import payload_of
+from vime.rollout.worker import has_capacity, payload_of
 from vime.types import EngineReport, Sample, Version
 from vime.utils.waits import waiting
 from vime.weights.published import PublishedWeights, forget_before, read_back, version_directory, whole_versions
@@ -286,4 +286,5 @@ def _limits(config: Config) -> Limits:
         evaluates=not config.cluster.num_engines and config.eval.has_sets,
         reward_key=args.reward_key or "",
         extra_fields=tuple(args.transfer_queue_extra_data_fields),
+        has_capacity=has_capacity(args),
     )

@@ -74,8 +74,7 @@ class RolloutWorker(GroupWorker, StoresGroups):
         self.name = name or worker_name(0)
         in_order = args.transferqueue_round_order == RoundOrder.INDEX
         self._writer = GroupWriter(store, ledger, lingers=in_order and not args.train_early_groups)
-        bounds = (args.transferqueue_max_groups, args.transferqueue_max_tokens, args.transferqueue_max_bytes)
-        self._has_capacity = any(bound is not None for bound in bounds)
+        self._has_capacity = has_capacity(args)
         self._future: Future[None] | None = None
         self._num_slots = (args.transferqueue_max_staleness + 1) * args.rollout_batch_size
         self._max_running = self._num_slots  # prompts in progress here
@@ -256,6 +255,12 @@ class RolloutWorker(GroupWorker, StoresGroups):
             if left <= 0:
                 raise WaitTimeoutError(f"group {task}: {admission.waits_for}", limit_s, "trainer", "Raise the bound.")
             seen = await self._ledger.wait_for_news_async(seen, min(left, NEWS_S))
+
+
+def has_capacity(args: Args) -> bool:
+    """Return whether the queue has a bound, so that the ledger must be asked for room."""
+    bounds = (args.transferqueue_max_groups, args.transferqueue_max_tokens, args.transferqueue_max_bytes)
+    return any(bound is not None for bound in bounds)
 
 
 def payload_of(group: EncodedGroup, samples: Sequence[Sample]) -> Payload:

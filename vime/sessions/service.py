@@ -186,7 +186,7 @@ class Sessions:
             raise
         if retry_count > entry.claimed:
             entry.claimed = known.claimed = retry_count
-            await self._store.put_turn(live.session, entry)
+            await self._store.put_turn(live.session.id, entry)
         return entry
 
     def _recorded(self, live: Live, digest: str, retry_count: int, idempotency_key: str) -> Asked | None:
@@ -262,8 +262,8 @@ class Sessions:
         )
         if live.session.id not in self._live:
             raise Refused(404, "unknown_session", "the session was deleted")
-        live.session.last_asked = self._clock()
-        await self._store.put_turn(live.session, entry)
+        live.session.last_asked = entry.created
+        await self._store.put_turn(live.session.id, entry)
         live.entries.append(entry)
         return entry
 
@@ -280,13 +280,12 @@ class Sessions:
         asked = [canonical(message) for message in messages]
         best: Entry | None = None
         longest = 0
-        for entry in live.entries:
-            if entry.messages is None or entry.tools != tools:
+        for entry in reversed(live.entries):  # of equal ones the newest
+            if entry.messages is None or not longest <= len(entry.messages) < len(asked) - 1 or entry.tools != tools:
                 continue
-            length = len(entry.messages) + 1
             said = [canonical(message) for message in [*entry.messages, message_of(entry.reply)]]
-            if longest <= length < len(asked) and asked[:length] == said:
-                best, longest = entry, length
+            if asked[: len(said)] == said:
+                best, longest = entry, len(said)
         if best is not None and best.turn.token_ids:
             new = messages[longest:]
             reply, last_id = message_of(best.reply), best.turn.token_ids[-1]
@@ -431,13 +430,14 @@ def parsed_arguments(text: object) -> object:
         return text
 
 
-def canonical(message: Mapping[str, object]) -> str:
-    """Return what makes two messages the same for a client that sends them back: its reasoning may be gone."""
+def canonical(message: Mapping[str, object]) -> tuple[object, ...]:
+    """Return what makes two messages the same for a client that sends them back: its reasoning may be gone. Calls as
+    JSON: there 1 is another argument than true."""
     calls = cast("Sequence[Mapping[str, Mapping[str, object]]]", message.get("tool_calls") or ())
-    kept = [
+    made = [[call["function"]["name"], call["function"]["arguments"]] for call in calls]
+    return (
         message.get("role"),
         message.get("content") or "",
         message.get("tool_call_id") or "",
-        [[call["function"]["name"], call["function"]["arguments"]] for call in calls],
-    ]
-    return json.dumps(kept, sort_keys=True)
+        json.dumps(made, sort_keys=True) if made else "",
+    )

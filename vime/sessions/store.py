@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
@@ -102,7 +102,7 @@ class SessionStore:
     """All calls run in one thread of its own, in the order in which they were made."""
 
     def __init__(self, path: Path) -> None:
-        self._waiting: deque[tuple[Work, Future[None]]] = deque()
+        self._waiting: deque[tuple[Work, asyncio.Future[None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="session-store")
         self._database = self._thread.submit(self._open, path).result()
 
@@ -124,42 +124,34 @@ class SessionStore:
 
     async def _write(self, work: Work) -> None:
         """Return when the work is on the disk. It gets there also when the caller is cancelled."""
-        done: Future[None] = Future()
-        done.set_running_or_notify_cancel()
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
         self._waiting.append((work, done))
-        self._thread.submit(self._write_what_waits)
-        await asyncio.wrap_future(done)
+        if len(self._waiting) == 1:  # else the thread was told already, or is taking them just now
+            self._thread.submit(self._write_what_waits, loop)
+        await done
 
-    def _write_what_waits(self) -> None:
+    def _write_what_waits(self, loop: asyncio.AbstractEventLoop) -> None:
         """Write everything that waits by now; nothing, when an earlier call took it along."""
-        taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        if not taken:
-            return
+        taken: list[tuple[Work, asyncio.Future[None]]] = []
+        problem: BaseException | None = None
+        while self._waiting:
+            taken.append(self._waiting.popleft())
         try:
             with self._database:
                 for work, _ in taken:
                     work(self._database)
         except BaseException as error:  # boundary: whatever it is, it is told to everybody whose write did not happen
-            for _, done in taken:
-                done.set_exception(error)
-        else:
-            for _, done in taken:
-                done.set_result(None)
+            problem = error
+        loop.call_soon_threadsafe(_tell, [done for _, done in taken], problem)
 
     async def put_session(self, session: Session) -> None:
         row = (session.id, session.key_hash, msgspec.msgpack.encode(session))
         await self._write(lambda database: database.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", row))
 
-    async def put_turn(self, session: Session, entry: Entry) -> None:
-        """Write the turn and its session (whose time and budget it moves) together."""
-        turn = (session.id, entry.turn.number, msgspec.msgpack.encode(entry))
-        row = (session.id, session.key_hash, msgspec.msgpack.encode(session))
-
-        def work(database: sqlite3.Connection) -> None:
-            database.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", turn)
-            database.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", row)
-
-        await self._write(work)
+    async def put_turn(self, session_id: str, entry: Entry) -> None:
+        row = (session_id, entry.turn.number, msgspec.msgpack.encode(entry))
+        await self._write(lambda database: database.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", row))
 
     async def delete(self, session_id: str) -> None:
         def work(database: sqlite3.Connection) -> None:
@@ -169,7 +161,8 @@ class SessionStore:
         await self._write(work)
 
     async def load(self) -> list[tuple[Session, list[Entry]]]:
-        """Return every session with its turns in order."""
+        """Return every session with its turns in order. A session was last asked for its newest turn, which does not
+        write the session again."""
 
         def work(database: sqlite3.Connection) -> list[tuple[Session, list[Entry]]]:
             turns: dict[str, list[Entry]] = {}
@@ -179,6 +172,9 @@ class SessionStore:
                 msgspec.msgpack.decode(body, type=Session)
                 for (body,) in database.execute("SELECT body FROM sessions ORDER BY rowid")
             ]
+            for session in sessions:
+                times = [entry.created for entry in turns.get(session.id, [])]
+                session.last_asked = max([session.last_asked, *times])
             return [(session, turns.get(session.id, [])) for session in sessions]
 
         return await self._run(work)
@@ -187,3 +183,12 @@ class SessionStore:
         await self._run(lambda database: database.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
         self._thread.submit(self._database.close).result()
         self._thread.shutdown()
+
+
+def _tell(callers: Sequence[asyncio.Future[None]], problem: BaseException | None) -> None:
+    """Say to each who still waits what became of its write."""
+    for caller in callers:
+        if not caller.done() and problem is None:
+            caller.set_result(None)
+        elif not caller.done() and problem is not None:
+            caller.set_exception(problem)

@@ -11,7 +11,8 @@ from tests.helpers.gateway_run import GatewayRun, confirm, group_of, job_client,
 from vime.gateway.messages import ErrorBody, Prompts, WeightManifest
 from vime.gateway.tokens import Scope
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_types import Task
+from vime.handoff.ledger_port import CALLS
+from vime.handoff.ledger_types import Admission, Task
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.types import HandoffError
 
@@ -224,6 +225,19 @@ def test_a_full_queue_tells_when_to_repeat_and_a_too_large_group_is_named(tmp_pa
         assert num_ready(run) == 1
     finally:
         run.close()
+
+
+def test_a_queue_without_a_bound_is_not_asked_for_room(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setitem(CALLS, "PromptLedger.admit", lambda *_, **__: asked.append(1) or Admission(granted=True))
+    for has_capacity, expected in ((True, [1]), (False, [1])):
+        run = GatewayRun(tmp_path / str(has_capacity), limits={"has_capacity": has_capacity})
+        try:
+            client = run.client()
+            assert client.post("/v1/groups", json=group_of(*lease(client))).status_code == 200
+            assert (asked, num_ready(run)) == (expected, 1)
+        finally:
+            run.close()
 
 
 def test_what_cannot_be_stored_is_not_acknowledged_and_the_same_call_is_accepted_later(run, monkeypatch):

@@ -145,6 +145,25 @@ def test_a_session_that_asks_nothing_has_failed_after_its_idle_time_also_for_a_n
     run(tmp_path, later, now=now)
 
 
+def test_the_idle_time_of_a_session_begins_at_its_newest_turn_also_for_a_new_process(tmp_path: Path) -> None:
+    now, made = [0.0], list[str]()
+
+    async def story(sessions: Sessions, _: Engine) -> None:
+        session, _key = await sessions.create(0, 0, Budget())
+        made.append(session.id)
+        for now[0] in (50.0, 80.0):
+            await sessions.ask(sessions.by_id(session.id), ASK, digest=f"{now[0]}")
+
+    async def later(sessions: Sessions, _: Engine) -> None:
+        now[0] = 180.0  # 100 s after the turn at 80
+        assert await sessions.expire() == []
+        now[0] = 180.5
+        assert await sessions.expire() == made
+
+    run(tmp_path, story, completion("x<|im_end|>"), completion("y<|im_end|>"), now=now)
+    run(tmp_path, later, now=now)
+
+
 def test_budgets_of_tokens_and_seconds_end_a_session_and_cut_the_last_completion(tmp_path: Path) -> None:
     now = [0.0]
 
