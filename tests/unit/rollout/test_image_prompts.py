@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import random
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from vime.data.payload import bytes_to_samples, cut, samples_to_bytes
 from vime.data.rows import TrainRow
 from vime.observability.html_report import write_report
 from vime.observability.samples import SampleStore
+from vime.rollout import generation
 from vime.rollout.convert import encoded_group, group_rows
 from vime.rollout.data_check import data_faults
 from vime.rollout.data_source import RolloutDataSource
 from vime.rollout.drop_limit import DropStreak
 from vime.rollout.evaluate import eval_groups
+from vime.rollout.exchanges import Completion
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
 from vime.rollout.images import read_images
 from vime.rollout.prompts import read_prompts
@@ -286,6 +289,42 @@ def test_the_engine_gets_one_image_token_an_image_and_what_was_sampled_as_it_is(
         "return_token_ids": True,
     }
     assert prompt_fields(sample.tokens, None) == {"token_ids": sample.tokens}
+
+
+@dataclass
+class Engine:
+    """Each completion is cut after its first token, and ends with its second."""
+
+    asked: list[tuple[int, int, object]] = field(default_factory=list)  # tokens, completions, images
+
+    async def generate(
+        self, token_ids: list[int], sampling_params: object, *, n: int = 1, session_id: str = "", images: Any = None
+    ) -> list[Completion]:
+        self.asked.append((len(token_ids), n, images and images["images"]))
+        ends = "stop" if token_ids[-1] == 20 else "abort"
+        given = {"token_ids": (20,), "log_probs": (-1.0,), "versions": [VersionSpan(0, 0, 1)]}
+        return [Completion(**given, finish_reason=ends) for _ in range(n)]  # type: ignore[arg-type]
+
+
+def test_a_request_is_shared_by_samples_of_equal_images_and_a_cut_completion_goes_on_with_its_own(
+    vision: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are those of any picture: USER, 7 of the image and ?"""
+    engine = Engine()
+    monkeypatch.setattr(generation, "engine_client", lambda _: engine)
+    args = arguments(vision, [{"input": "USER <image> ?", "images": URL}], tmp_path, n_samples_per_prompt=3)
+    blue = f"data:image/png;base64,{tiny_base64('blue')}"
+    for changed, shared in ([], 3), ([2], 0):
+        engine.asked.clear()
+        [group] = RolloutDataSource(args).get_samples(1)
+        for place in changed:
+            group[place].multimodal_inputs = {**(group[place].multimodal_inputs or {}), "images": [blue]}
+        pictures = [[blue] if place in changed else [URL] for place in range(3)]
+        for _ in range(2):  # what was cut goes on
+            asyncio.run(generation.generate_group(args, group, {"temperature": 1.0, "top_p": 1.0, "max_tokens": 2}))
+        first = [(9, 3, [URL])] if shared else [(9, 1, picture) for picture in pictures]
+        assert engine.asked == [*first, *((10, 1, picture) for picture in pictures)]
+        assert [sample.tokens[9:] for sample in group] == [[20, 20]] * 3
 
 
 def test_images_come_back_from_the_spool(vision: Path, tmp_path: Path) -> None:
