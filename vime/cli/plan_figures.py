@@ -14,7 +14,7 @@ from vime.batching.flops import executed_flops, forward_flops
 from vime.config.hf_config import read_model_shape, read_record
 from vime.config.parse import Config
 from vime.ray.dry_run import Part, longest_row, world_size
-from vime.training.roles import needed_roles
+from vime.training.roles import base_is_reference, needed_roles
 from vime.types import Role
 
 GIB = 2**30
@@ -64,10 +64,12 @@ def estimate(config: Config, rates: Rates) -> Estimate:
     length = longest_row(config)
     response = min(config.rollout.rollout_max_response_len, length - 1)
     flops = executed_flops(shape, length, response, recompute=config.parallel.recompute_granularity)
-    frozen = [role for role in needed_roles(config) if role in (Role.REFERENCE, Role.TEACHER)]
-    flops += len(frozen) * forward_flops(shape, length, response)
+    num_forward = sum(role in (Role.REFERENCE, Role.TEACHER) for role in needed_roles(config))
+    num_forward += base_is_reference(config)
+    num_forward -= config.lora.trains_adapter  # backward goes towards the inputs alone, not the weights
+    flops += num_forward * forward_flops(shape, length, response)
     trained = response * (rates.trainer_tflops or TFLOPS) * 1e12 * world_size(config) / flops
-    num_bytes = _weight_bytes(config)
+    num_bytes = _adapter_bytes(config) if config.lora.trains_adapter else _weight_bytes(config)
     per_engine = rates.engine_tokens_per_sec
     return Estimate(
         trainer_tokens_per_sec=trained,
@@ -98,6 +100,19 @@ def _weight_bytes(config: Config) -> int:
     )  # whose class ties unless told not to
     vocabulary = shape.vocab_size * shape.hidden_size * (1 if is_tied else 2)
     return (2 if config.parallel.bf16 else 4) * (layers + vocabulary)
+
+
+def _adapter_bytes(config: Config) -> int:
+    """Return the bytes of an adapter, which is sent in fp32; experts have none."""
+    shape, targets = read_model_shape(config.model.hf_checkpoint), config.lora.lora_target_modules
+    hidden, queries = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    keys, num_dense = shape.num_key_value_heads * shape.head_dim, shape.num_layers
+    if shape.num_experts:
+        num_dense = shape.num_dense_layers
+    by_layer = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+    widths = shape.num_layers * sum(hidden + by_layer.get(name, -hidden) for name in targets)
+    widths += num_dense * sum(hidden + shape.intermediate_size for name in targets if name not in by_layer)
+    return 4 * config.lora.lora_rank * widths
 
 
 def show(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -10,6 +11,8 @@ from vime.types import ConfigError
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a decoder layer, by the names of Hugging Face files."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM 0.32's --max-lora-rank."""
 
 
 class AdapterInfo(TypedDict):
@@ -56,6 +59,10 @@ def check_lora(lora: LoraConfig) -> None:
     """Refuse what no adapter can be."""
     if not lora.trains_adapter:
         return
+    if lora.lora_rank > ADAPTER_RANKS[-1]:
+        raise ConfigError(
+            f"--lora-rank {lora.lora_rank}: vLLM has room for at most {ADAPTER_RANKS[-1]}. Take a smaller rank."
+        )
     if lora.lora_alpha == 0:
         raise ConfigError("--lora-alpha 0: the adapter's output would be 0 for ever. Expected a number above 0.")
     if lora.lora_dropout:
@@ -68,3 +75,6 @@ def check_lora(lora: LoraConfig) -> None:
         raise ConfigError(
             f"--lora-target-modules {' '.join(unknown)}: unknown. Expected some of {', '.join(LINEAR_LAYERS)}."
         )
+    twice = sorted(name for name, count in Counter(lora.lora_target_modules).items() if count > 1)
+    if twice:
+        raise ConfigError(f"--lora-target-modules {' '.join(twice)}: named twice. Name each layer once.")

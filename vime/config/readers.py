@@ -75,9 +75,14 @@ READ_WHEN = (
         "with --recompute-granularity full",
     ),
     Condition(
-        ("lora_alpha", "lora_target_modules", "lora_dropout", "lora_merge"),
+        ("lora_alpha", "lora_target_modules", "lora_dropout"),
         lambda config: config.lora.trains_adapter,
         "with --lora-rank",
+    ),
+    Condition(
+        ("lora_merge",),
+        lambda config: config.lora.trains_adapter and config.model.save_hf is not None,
+        "with --lora-rank and --save-hf",
     ),
     Condition(("ref_load",), lambda config: needs_reference(config.algo), "with --use-kl-loss or --kl-coef"),
     Condition(

@@ -18,7 +18,7 @@ from vime.config.parse import Config
 from vime.data.groups import sample_numbers
 from vime.ray.cluster import data_parallel_size
 from vime.training.columns import needs_old_log_prob
-from vime.training.roles import needed_roles, policy_moves
+from vime.training.roles import base_is_reference, needed_roles, policy_moves
 from vime.types import Role, RoundPlan
 
 logger = logging.getLogger(__name__)
@@ -114,13 +114,16 @@ def round_work(config: Config, shape: ModelShape, plan: RoundPlan, rows: NDArray
     shape."""
     roles, moves = needed_roles(config), policy_moves(plan, config)
     num_forward = int(needs_old_log_prob(plan, config.algo)) if moves else 1
-    num_forward += int(Role.REFERENCE in roles and (moves or config.algo.kl_coef > 0)) + int(Role.TEACHER in roles)
+    has_reference = Role.REFERENCE in roles or base_is_reference(config)
+    num_forward += int(has_reference and (moves or config.algo.kl_coef > 0)) + int(Role.TEACHER in roles)
     recompute, passes = config.parallel.recompute_granularity, config.algo.num_ppo_epochs
     model = executed = 0
     for size in zip(rows["total_length"].tolist(), rows["response_length"].tolist(), strict=True):
         others = num_forward * forward_flops(shape, *size)
         if Role.CRITIC in roles:  # no vocabulary
             others += (1 + 3 * passes) * layer_flops(shape, size[0])
-        model += others + (passes * train_flops(shape, *size) if moves else 0)
-        executed += others + (passes * executed_flops(shape, *size, recompute=recompute) if moves else 0)
+        unlearned = forward_flops(shape, *size) if config.lora.trains_adapter else 0
+        model += others + (passes * (train_flops(shape, *size) - unlearned) if moves else 0)
+        executed += others
+        executed += passes * (executed_flops(shape, *size, recompute=recompute) - unlearned) if moves else 0
     return RoundWork(num_tokens=int(rows["total_length"].sum()), model_flops=model, executed_flops=executed)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import io
 import json
@@ -156,17 +157,18 @@ def _content(entry: object, directory: Path, where: str) -> tuple[bytes, Path | 
         return entry, None
     if not isinstance(entry, str) or not entry:
         raise DataError(f"{where}: got {_named(entry)}. {EXPECTED}")
-    encoded = entry.partition(",")[2] if entry.startswith("data:") else entry
-    path = directory / Path(entry).expanduser()
-    if not entry.startswith("data:") and (len(entry) < 256 or path.suffix) and _is_file(path):
+    is_url = entry.startswith("data:")
+    path = None if is_url else _file(entry, directory)
+    if path is not None:
         try:
             return path.read_bytes(), path
         except OSError as error:
             raise DataError(f"{where}: {_named(entry)} cannot be read: {describe(error)}. {EXPECTED}") from error
     try:
-        return base64.b64decode(encoded, validate=True), None
-    except (binascii.Error, ValueError):
-        raise DataError(f"{where}: {_named(entry)}: there is no such file. {EXPECTED}") from None
+        return base64.b64decode(entry.partition(",")[2] if is_url else entry, validate=True), None
+    except (binascii.Error, ValueError) as error:
+        fault = f"its base64 cannot be read: {error}" if is_url else "there is no such file"
+        raise DataError(f"{where}: {_named(entry)}: {fault}. {EXPECTED}") from None
 
 
 def _encoded(kind: str, content: bytes) -> str:
@@ -177,11 +179,13 @@ def _decoded(url: str) -> bytes:
     return base64.b64decode(url.partition(",")[2])
 
 
-def _is_file(path: Path) -> bool:
+def _file(entry: str, directory: Path) -> Path | None:
+    """Return the file that a record names; None when there is none."""
     try:
-        return path.is_file()
-    except OSError:  # a name that is too long
-        return False
+        path = directory / Path(entry).expanduser()
+        return path if (len(entry) < 256 or path.suffix) and path.is_file() else None
+    except (OSError, RuntimeError):  # a name that is too long; a home of nobody
+        return None
 
 
 def _named(entry: object) -> str:
@@ -237,10 +241,33 @@ def single_image_prompt(args: Args, png: bytes) -> tuple[list[int], dict[str, ob
     return tokens, images.inputs()
 
 
-def _open(url: str) -> Picture:
-    from PIL import Image as Images
+def refuse_places(args: Args, token_ids: Sequence[int], where: str) -> None:
+    """Refuse a prompt without images that has an image token: the trainer would look for its image."""
+    processor = load_processor(args.hf_checkpoint)
+    token = str(vars(processor)["image_token"])
+    number = processor.tokenizer.convert_tokens_to_ids(token)
+    if number in token_ids:
+        raise DataError(
+            f"{where}: 0 images, but the prompt has {list(token_ids).count(number)} times {token!r}. Give its images "
+            "under the key of --multimodal-keys, or take the token out of the text."
+        )
 
-    return Images.open(io.BytesIO(_decoded(url))).convert("RGB")
+
+def _open(url: str) -> Picture:
+    """Return the picture that vLLM makes of the same bytes: the first frame, turned as its EXIF says, what is
+    transparent on white."""
+    from PIL import Image as Images
+    from PIL import ImageOps
+
+    picture: Picture = Images.open(io.BytesIO(_decoded(url)))
+    with contextlib.suppress(Exception):  # as vLLM: EXIF that cannot be read turns nothing
+        picture = ImageOps.exif_transpose(picture)
+    if picture.mode == "RGB" or not (picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info):
+        return picture.convert("RGB")
+    layers = picture.convert("RGBA")
+    whole = Images.new("RGB", layers.size, (255, 255, 255))
+    whole.paste(layers, mask=layers.getchannel("A"))
+    return whole
 
 
 def image_column(args: Args, sample: Sample, where: str) -> bytes:

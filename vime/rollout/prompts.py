@@ -21,7 +21,7 @@ from vime.config.model_files import has_tokenizer, no_tokenizer
 from vime.config.parse import Args
 from vime.config.paths import EXPECTED_PROMPTS, prompt_files
 from vime.rollout.conversations import TURNS, chat_text, is_conversation, read_conversation, turns_of
-from vime.rollout.images import Image, PromptImages, expand_prompt, read_images
+from vime.rollout.images import Image, PromptImages, expand_prompt, read_images, refuse_places
 from vime.rollout.labels import label_fault
 from vime.types import DataError
 from vime.utils.imports import without_collector
@@ -382,6 +382,8 @@ class _RecordReader:
                 "--label-key, or remove the images."
             )
         made = read_conversation(self._tokenizer, fields.content, fields.tools, self._template_arguments, where=where)
+        if self._args.multimodal_keys is not None:
+            refuse_places(self._args, made.prompt_ids, where)
         turns = [[list(ids), is_trained] for ids, is_trained in made.turns]
         return Prompt(
             text=made.text,
@@ -413,4 +415,7 @@ class _RecordReader:
     ) -> tuple[list[int], PromptImages | None]:
         if images:
             return expand_prompt(self._args, text, images, where, special=special)
-        return self._tokenizer(text, add_special_tokens=special)["input_ids"], None
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        if self._args.multimodal_keys is not None:
+            refuse_places(self._args, token_ids, where)
+        return token_ids, None

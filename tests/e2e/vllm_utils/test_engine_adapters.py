@@ -130,6 +130,31 @@ def test_an_adapter_that_lacks_a_tensor_is_refused_and_one_is_never_put_in_anoth
     assert difference(sample(engine.url, PROMPT, 20), merged(model, adapter, INFO), PROMPT) < BOUND
 
 
+def test_a_run_that_begins_anew_at_lower_versions_is_not_answered_by_the_adapters_of_before(
+    engine, model, pusher
+) -> None:
+    """Its base comes first. As a run that is resumed on engines of others, which hold what they held."""
+    held = {push_adapter(pusher, make_adapter(model, seed, INFO)) + 1 for seed in (300, 301)}
+    assert held <= loaded(engine)
+    pusher.version -= 2  # the base is the first of those two, its adapter comes as the second, which is the newest
+    pusher.push(model)
+    for seed in (302, 303, 304):
+        adapter = make_adapter(model, seed, INFO)
+        version, whole = push_adapter(pusher, adapter), merged(model, adapter, INFO)
+        for _ in range(2):
+            answer = sample(engine.url, PROMPT, 20)
+            assert difference(answer, whole, PROMPT) < BOUND
+            assert versions(answer) == [version]
+    pusher.version -= 20  # all that it holds has higher numbers
+    pusher.push(model)
+    for seed in (305, 306, 307):
+        adapter = make_adapter(model, seed, INFO)
+        version = push_adapter(pusher, adapter)
+        assert version + 1 in loaded(engine)
+        assert difference(sample(engine.url, PROMPT, 20), merged(model, adapter, INFO), PROMPT) < BOUND
+    assert loaded(engine) == {version, version + 1}
+
+
 def num_generated(engine: EngineProcess) -> float:
     lines = httpx.get(f"{engine.url}/metrics", headers=HEADERS).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))

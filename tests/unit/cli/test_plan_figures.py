@@ -112,3 +112,13 @@ def test_estimates_divide_rates_by_work_and_say_which_were_assumed(model: str) -
     assert assumed.is_trainer_assumed
     assert assumed.is_update_assumed
     assert assumed.engines_for_balance is None
+
+
+def test_an_adapter_is_estimated_by_what_it_computes_and_sends(model: str) -> None:
+    """As above: 218880 forward, once more towards the inputs, and the base as the reference. Rank 8 on two layers of
+    q (32 to 32), k (32 to 32) and down (64 to 32): 8 x (64 + 64 + 96) numbers of 4 bytes a layer."""
+    config = Config().replace(hf_checkpoint=model, rollout_max_response_len=4, lora_rank=8, use_kl_loss=True)
+    config = config.replace(lora_target_modules=("q_proj", "k_proj", "down_proj"), bf16=True)
+    given = estimate(config, Rates(trainer_tflops=1.0))
+    assert given.trainer_tokens_per_sec == pytest.approx(4 * 1e12 / (3 * 218880))
+    assert given.update_gb == pytest.approx(2 * 8 * 224 * 4 / 1e9)

@@ -308,7 +308,7 @@ READ = {
     "recompute_num_layers": (["1"], ["--recompute-granularity", "full", "--recompute-method", "block"]),
     "lora_alpha": (["8"], ["--lora-rank", "4"]),
     "lora_target_modules": (["q_proj", "v_proj"], ["--lora-rank", "4"]),
-    "lora_merge": ([], ["--lora-rank", "4"]),
+    "lora_merge": ([], ["--lora-rank", "4", "--save-interval", "2", "--save-hf", "out_{{rollout_id}}"]),
     "lora_dropout": (["0.1"], None),
     "ref_load": (["{model}"], ["--use-kl-loss", "--kl-loss-coef", "0.1"]),
     "kl_loss_type": (["k2"], ["--use-kl-loss", "--kl-loss-coef", "0.1"]),
@@ -377,6 +377,7 @@ READ = {
 }
 SFT = ["--rollout-function-path", "vime.rollout.sft_rollout.generate_rollout", "--loss-type", "sft_loss"]
 UNREAD = {  # where the default already reads it: the flags under which nothing does
+    "lora_merge": ["--lora-rank", "4"],
     "over_sampling_batch_size": SFT,
     "dynamic_sampling_filter_path": SFT,
     "max_dropped_in_a_row": SFT,

@@ -150,6 +150,22 @@ def test_a_teacher_is_run_forward_once(tmp_path: Path) -> None:
     assert RoundPlanner(config).plan(0, facts_of([rows])).work.model_flops == 5 * forward
 
 
+def test_an_adapter_costs_no_gradients_of_the_weights_and_its_base_is_run_forward_as_the_reference(
+    tmp_path: Path,
+) -> None:
+    rows = rows_of(9, 5)
+    config = config_of(tmp_path, lora_rank=4, recompute_granularity="full")
+    shape = read_model_shape(str(tmp_path))
+    forward = sum(forward_flops(shape, row.total_length, row.response_length) for row in rows)
+    again = sum(layer_flops(shape, row.total_length) for row in rows)
+    plain, with_kl = (
+        RoundPlanner(config.replace(use_kl_loss=is_used)).plan(0, facts_of([rows])).work for is_used in (False, True)
+    )
+    # forward, and backward towards the inputs alone; then the base forward too
+    assert (plain.model_flops, plain.executed_flops) == (2 * forward, 2 * forward + again)
+    assert with_kl.model_flops == 3 * forward
+
+
 def test_rates_by_hand() -> None:
     # 2 ranks, 4 s: 8e15 executed FLOPs are 1000 TFLOP/s a rank, over its peak of 989; model FLOPs are half of them
     work = RoundWork(num_tokens=400, model_flops=4 * 10**15, executed_flops=8 * 10**15)

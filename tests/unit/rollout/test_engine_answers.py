@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vime.rollout.engine_client import read_completions
+from vime.rollout.engine_client import read_completions, read_response
 from vime.types import EngineError, VersionSpan
 
 
@@ -44,6 +44,18 @@ def choice(index: int, token_ids: list[int], log_probs: list[float]) -> dict:
         "routed_experts": None,
         "sampling_mask": None,
     }
+
+
+@pytest.mark.parametrize("computed", [[1, 3, 3], [1, 3, 3, 4, 4], None])
+def test_an_engine_that_computed_another_prompt_than_the_trainer_will_is_refused(computed):
+    """Of images the engine makes the tokens itself; these are of four."""
+    data = json.dumps({**json.loads(body(choice(0, [5], [-1.0]))), "prompt_token_ids": computed}).encode()
+    with pytest.raises(
+        EngineError, match=rf"computed a prompt of {len(computed or [])} tokens, expected 4 with the pl"
+    ):
+        read_response(data, 1, "engine", prompt=[1, 3, 3, 4])
+    same = json.dumps({**json.loads(data), "prompt_token_ids": [1, 3, 3, 4]}).encode()
+    assert read_response(same, 1, "engine", prompt=[1, 3, 3, 4])[0][0].token_ids == [5]
 
 
 LOG_PROBS = st.floats(max_value=0.0, allow_nan=False, allow_infinity=False)

@@ -4,6 +4,8 @@ import asyncio
 import base64
 import json
 import os
+import random
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,15 @@ from vime.data.payload import bytes_to_samples, cut, samples_to_bytes
 from vime.data.rows import TrainRow
 from vime.observability.html_report import write_report
 from vime.observability.samples import SampleStore
+from vime.rollout import generation
 from vime.rollout.convert import encoded_group, group_rows
 from vime.rollout.data_check import data_faults
 from vime.rollout.data_source import RolloutDataSource
 from vime.rollout.drop_limit import DropStreak
 from vime.rollout.evaluate import eval_groups
+from vime.rollout.exchanges import Completion
 from vime.rollout.groups import generate_and_rm_group, unusable_reason
+from vime.rollout.images import read_images
 from vime.rollout.prompts import read_prompts
 from vime.rollout.record import save_samples
 from vime.rollout.sft_rollout import generate_rollout
@@ -85,6 +90,11 @@ def test_a_record_without_images_is_text(vision: Path, tmp_path: Path) -> None:
         ("cut.png", "'cut.png' cannot be opened"),
         (7, "got int"),
         ("data:image/png;base64,AAAA", "cannot be opened"),
+        (URL + "\n", "its base64 cannot be read"),
+        ("http://127.0.0.1/red.png", "there is no such file"),
+        ("~nobody-of-this-name/red.png", "there is no such file"),
+        ("moving.gif", "'moving.gif' is GIF"),
+        ({"url": "red.png"}, "got NoneType"),
     ],
 )
 def test_a_broken_image_is_refused_with_file_and_line_before_the_start(
@@ -92,12 +102,71 @@ def test_a_broken_image_is_refused_with_file_and_line_before_the_start(
 ) -> None:
     (tmp_path / "broken.png").write_bytes(b"no image")
     (tmp_path / "cut.png").write_bytes(tiny_images.png("red", side=64)[:-40])
+    frames = [tiny_images.picture(colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
     records = [{"input": "USER <image> ?", "images": [URL]}, {"input": "USER <image> ?", "images": [URL, image]}]
     args = arguments(vision, records, tmp_path, custom_rm_path="x:y")
     faults = list(data_faults(args))
     assert len(faults) == 1
     for part in (f"{tmp_path / 'prompts.jsonl'}:2: image 2 of 2", said, "Expected a PNG, JPEG or WebP image"):
         assert part in faults[0]
+
+
+@pytest.mark.parametrize("cuts", range(3))
+def test_no_bytes_of_a_broken_image_are_an_unknown_error(vision: Path, tmp_path: Path, cuts: int) -> None:
+    """100 files, each with a few other bytes and one of three cut off: read, or refused with file and line."""
+    chance, whole = random.Random(cuts), tiny_images.png("red", side=24)
+    for _ in range(100):
+        broken = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            broken[chance.randrange(len(broken))] = chance.randrange(256)
+        end = chance.randrange(len(broken)) if chance.random() < 1 / 3 else len(broken)
+        args = arguments(vision, [], tmp_path)
+        try:
+            read_images(args, {"images": {"bytes": bytes(broken[:end]), "path": None}}, tmp_path, "file:1")
+        except DataError as error:
+            assert str(error).startswith("file:1: image 1 of 1 ('images'): ")  # noqa: PT017  some are read
+
+
+def test_an_image_token_without_an_image_is_refused_with_its_line(vision: Path, tmp_path: Path) -> None:
+    """The trainer would look for its image, in the middle of the run."""
+    said = r"prompts.jsonl:1: 0 images, but the prompt has 1 times '<image>'. Give its images under the key"
+    args = arguments(vision, [{"input": "USER <image> ?"}], tmp_path)
+    with pytest.raises(DataError, match=said):
+        read_prompts(args, args.prompt_data, flag="--prompt-data")
+    chat = [{"role": "user", "content": "What <image> ?"}, {"role": "assistant", "content": "red"}]
+    args = arguments(vision, [{"input": chat}], tmp_path, apply_chat_template=True, loss_type="sft_loss")
+    with pytest.raises(DataError, match=said):
+        read_prompts(args, args.prompt_data, flag="--prompt-data")
+
+
+def test_images_of_several_turns_are_taken_in_their_order(vision: Path, tmp_path: Path) -> None:
+    """Two pictures, of which one is shown twice; the second turn begins behind an answer."""
+    again = [{"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "image"}, {"type": "image"}]}]
+    chat = [*CHAT, {"role": "assistant", "content": "red"}, *again]
+    blue = f"data:image/png;base64,{tiny_base64('blue')}"
+    args = arguments(vision, [{"input": chat, "images": [URL, blue, URL]}], tmp_path, apply_chat_template=True)
+    [prompt] = read_prompts(args, args.prompt_data, flag="--prompt-data")
+    image = tiny_images.IMAGE_IDS
+    # USER image What colour ?, ASSISTANT red, USER and image image, ASSISTANT
+    assert list(prompt.token_ids) == [8, *image, 10, 11, 12, 9, 14, 8, 13, *image, *image, 9]
+    assert prompt.images is not None
+    assert prompt.images.inputs()["images"] == [URL, blue, URL]
+    assert prompt.images.prompt_ids == (8, 3, 10, 11, 12, 9, 14, 8, 13, 3, 3, 9)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (1, 5000), (5000, 1)])
+def test_an_image_of_any_form_has_its_places_and_pixels(vision: Path, tmp_path: Path, size: tuple[int, int]) -> None:
+    """Sides of 1 and 3 could be taken for colours."""
+    from PIL import Image
+
+    Image.new("RGB", size, (9, 99, 199)).save(tmp_path / "one.png")
+    args = arguments(vision, [{"input": "USER <image> ?", "images": "one.png"}], tmp_path, n_samples_per_prompt=1)
+    [row] = group_rows(args, [finished(args)])
+    assert (row.tokens == tiny_images.IMAGE_TOKEN).sum() == tiny_images.IMAGE_TOKENS + 1  # one was sampled
+    cell = row.extra[IMAGE_COLUMN]
+    assert isinstance(cell, bytes)
+    assert unpack_images(cell, "row")["pixel_values"].shape == (1, 3, tiny_images.SIDE, tiny_images.SIDE)
 
 
 def test_as_many_places_as_images_are_demanded(vision: Path, tmp_path: Path) -> None:
@@ -220,6 +289,42 @@ def test_the_engine_gets_one_image_token_an_image_and_what_was_sampled_as_it_is(
         "return_token_ids": True,
     }
     assert prompt_fields(sample.tokens, None) == {"token_ids": sample.tokens}
+
+
+@dataclass
+class Engine:
+    """Each completion is cut after its first token, and ends with its second."""
+
+    asked: list[tuple[int, int, object]] = field(default_factory=list)  # tokens, completions, images
+
+    async def generate(
+        self, token_ids: list[int], sampling_params: object, *, n: int = 1, session_id: str = "", images: Any = None
+    ) -> list[Completion]:
+        self.asked.append((len(token_ids), n, images and images["images"]))
+        ends = "stop" if token_ids[-1] == 20 else "abort"
+        given = {"token_ids": (20,), "log_probs": (-1.0,), "versions": [VersionSpan(0, 0, 1)]}
+        return [Completion(**given, finish_reason=ends) for _ in range(n)]  # type: ignore[arg-type]
+
+
+def test_a_request_is_shared_by_samples_of_equal_images_and_a_cut_completion_goes_on_with_its_own(
+    vision: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are those of any picture: USER, 7 of the image and ?"""
+    engine = Engine()
+    monkeypatch.setattr(generation, "engine_client", lambda _: engine)
+    args = arguments(vision, [{"input": "USER <image> ?", "images": URL}], tmp_path, n_samples_per_prompt=3)
+    blue = f"data:image/png;base64,{tiny_base64('blue')}"
+    for changed, shared in ([], 3), ([2], 0):
+        engine.asked.clear()
+        [group] = RolloutDataSource(args).get_samples(1)
+        for place in changed:
+            group[place].multimodal_inputs = {**(group[place].multimodal_inputs or {}), "images": [blue]}
+        pictures = [[blue] if place in changed else [URL] for place in range(3)]
+        for _ in range(2):  # what was cut goes on
+            asyncio.run(generation.generate_group(args, group, {"temperature": 1.0, "top_p": 1.0, "max_tokens": 2}))
+        first = [(9, 3, [URL])] if shared else [(9, 1, picture) for picture in pictures]
+        assert engine.asked == [*first, *((10, 1, picture) for picture in pictures)]
+        assert [sample.tokens[9:] for sample in group] == [[20, 20]] * 3
 
 
 def test_images_come_back_from_the_spool(vision: Path, tmp_path: Path) -> None:

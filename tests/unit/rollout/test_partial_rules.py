@@ -74,6 +74,11 @@ class TestResume:
     def test_without_answer_is_the_prompt_alone(self):
         assert without_completion(answer(3, 4, index=1)) == prompts(2)[1]
 
+    def test_without_answer_a_prompt_has_its_images(self):
+        sample = answer(3)
+        sample.multimodal_inputs = {"images": ["data:image/png;base64,AAAA"], "prompt_ids": [1], "prompt_length": 2}
+        assert without_completion(sample).multimodal_inputs == sample.multimodal_inputs
+
 
 class TestVersions:
     def masks(self, args, samples, *, oldest):

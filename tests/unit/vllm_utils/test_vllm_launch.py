@@ -223,11 +223,6 @@ def test_without_an_adapter_an_engine_has_room_for_none():
     assert not [argument for argument in command(cpu()) if argument.startswith("--") and "lora" in argument]
 
 
-def test_a_rank_above_vllms_largest_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"--lora-rank 513: vLLM has room for at most 512"):
-        command(cpu("--lora-rank", "513"))
-
-
 @pytest.mark.parametrize("name", ["enable-lora", "max-loras", "max-lora-rank", "lora-target-modules"])
 def test_the_engines_room_for_adapters_is_not_the_users(name):
     with pytest.raises(ConfigError, match=f"--vllm-{name}"):

@@ -22,7 +22,7 @@ from vime.backends.vllm_utils.guard import DIE_WITH_PARENT
 from vime.backends.vllm_utils.plugin import BACKEND
 from vime.backends.vllm_utils.routes import MAX_ADAPTERS
 from vime.config.hf_config import has_latent_attention, read_model_shape
-from vime.config.lora import LoraConfig
+from vime.config.lora import ADAPTER_RANKS, LoraConfig
 from vime.config.parse import Config
 from vime.types import ConfigError
 from vime.utils.heap import KEEP_FREED_MEMORY, LARGE_BLOCK_BYTES, MMAP_THRESHOLD
@@ -44,7 +44,6 @@ log-probabilities were off by 3.4. Without it vLLM takes torch's."""
 """Tokens of a block of the CPU engine's KV cache: the smallest that its attention is made for. By vLLM's own default of
 128 a short sequence takes a block all the same, so that few run at once, and the samples of a prompt share what they
 have in common only in whole blocks."""
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM 0.32's --max-lora-rank
 
 # Flags that the run itself decides, and the flag of Vime that decides it (empty: none does).
 OWNED_FLAGS = {
@@ -143,11 +142,7 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
 
 def adapter_flags(lora: LoraConfig) -> list[str]:
     """Room for adapters: requests that began with an older version finish with it while new ones use the newest."""
-    room = next((rank for rank in ADAPTER_RANKS if rank >= lora.lora_rank), None)
-    if room is None:
-        raise ConfigError(
-            f"--lora-rank {lora.lora_rank}: vLLM has room for at most {ADAPTER_RANKS[-1]}. Take a smaller rank."
-        )
+    room = next(rank for rank in ADAPTER_RANKS if rank >= lora.lora_rank)
     flags = ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", str(MAX_ADAPTERS)]
     return [*flags, "--lora-target-modules", *lora.lora_target_modules]
 
