@@ -95,7 +95,7 @@ class _Models(Protocol):
     """vLLM's table of what requests may name."""
 
     base_model_paths: list[_Model]
-    lora_requests: dict[str | None, _Adapter]
+    lora_requests: dict[str | None, object]
 
 
 class _Renderer(Protocol):
@@ -233,7 +233,7 @@ async def _update_adapter(
     them stays right; but nothing is generated from the first bucket until the trainer has compared the hashes.
     """
     if update_info["index"] == 0:
-        await _make_room(engine, models)
+        await _make_room(engine)
     began = paused = time.monotonic()
     if update_info["index"] == 0:
         mode = "abort" if pause_mode == "abort" else "keep"
@@ -255,16 +255,14 @@ async def _update_adapter(
     return {"pause_s": pause_s, "confirm_s": time.monotonic() - loaded, **held}
 
 
-async def _make_room(engine: _Engine, models: _Models) -> None:
+async def _make_room(engine: _Engine) -> None:
     """Unload the adapters that no request uses, but not the one that new requests get; wait until there is room for one
-    more. The caller's deadline bounds it. That one has not always the highest number: engines that somebody else
-    started keep the adapters of the run before."""
-    newest = models.lora_requests.get(None)
+    more. The caller's deadline bounds it."""
     while True:
         loaded = set(await engine.list_loras())  # it arrives as a list
         requests = list(engine.output_processor.request_states.values())
         used = {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
-        for unused in sorted(loaded - used - ({newest.lora_int_id} if newest is not None else set())):
+        for unused in sorted(loaded - used - {max(loaded, default=0)}):
             await engine.remove_lora(unused)
             loaded = loaded - {unused}
         if len(loaded) < MAX_ADAPTERS:

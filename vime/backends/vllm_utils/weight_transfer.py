@@ -74,7 +74,6 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         self._sinks: dict[str, torch.Tensor] = {}  # of the update under way
         self._has_model = False  # a trainer has brought it; until then it is whatever the engine began with
         self._adapter: dict[str, torch.Tensor] = {}  # of the update under way
-        self.adapters: set[int] = set()  # ids of those that came for the present model
         self._required: frozenset[str] | None = None
         self._freed_by_generation, self._freed_by_update = FreedMemory(), FreedMemory()
 
@@ -94,7 +93,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
     def start_weight_update(self) -> None:
         self._freed_by_generation.give_back()  # the update needs its largest tensors three times
         self._connected.start()
-        self._received, self._has_model, self._sinks, self.adapters = set(), False, {}, set()
+        self._received, self._has_model, self._sinks = set(), False, {}
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
@@ -169,7 +168,6 @@ class UpdateWorker:
     finish_weight_update: Callable[[], None]
     # of its model runner, with --enable-lora
     add_lora: Callable[[LoRARequest], bool]
-    remove_lora: Callable[[int], bool]
     list_loras: Callable[[], set[int]]
 
     def vime_update_weights(self, update_info: UpdateInfo) -> WorkerWeights:
@@ -184,21 +182,17 @@ class UpdateWorker:
     def vime_update_adapter(self, update_info: UpdateInfo, adapter: AdapterInfo, version: int) -> WorkerWeights:
         """Take a bucket of an adapter; with the last, the adapter of this version is there under an id of its own.
 
-        Never in the place of another: vLLM would compute with what its prefix cache holds of that one. Only one that is
-        older than the model gives way: it is of a run before, and with the model the cache was cleared.
+        Never in the place of another: vLLM would compute with what its prefix cache holds of that one.
         """
         engine = self.weight_transfer_engine
         engine.receive_adapter(update_info)
         if is_last(update_info):
-            number = adapter_id(version)
-            if number in engine.adapters and number in self.list_loras():
+            if adapter_id(version) in self.list_loras():
                 raise PublishError(f"the adapter of version {version} is there already. Publish another version.")
             tensors = engine.take_adapter(adapter)
-            self.remove_lora(number)
             with tempfile.TemporaryDirectory(prefix="vime-adapter-") as directory:  # vLLM loads adapters from files
                 write_adapter(Path(directory), tensors, adapter)
-                self.add_lora(LoRARequest(str(version), number, directory))
-            engine.adapters.add(number)
+                self.add_lora(LoRARequest(str(version), adapter_id(version), directory))
         return self.vime_weight_report()
 
     def vime_weight_report(self) -> WorkerWeights:
