@@ -1,6 +1,7 @@
 """A run that trains an adapter: real vLLM serves each version of it, and every mode, also killed and resumed, trains
 the same one, bit for bit."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -10,9 +11,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.e2e.run.test_external_jobs import job_flags
+from tests.helpers import tiny_models
+from tests.helpers.adapters import merged
+from tests.helpers.jobs import gateway_address, produce
 from tests.helpers.metrics_page import undocumented
+from tests.helpers.outside_engine import OutsideEngine
 from tests.helpers.training import Finished, TinyTask, Training, train
 from vime.cli.queue import newest_checkpoint
+from vime.config.lora import LINEAR_LAYERS, AdapterInfo
 from vime.handoff.audit import audit_run
 from vime.observability.claims import read_claims
 from vime.weights.hashing import content_hash
@@ -91,6 +98,83 @@ def test_streaming_killed_in_the_middle_and_resumed_trains_the_same_adapter(
     assert max(hashes(resumed)) == ROUNDS
     saved = newest_checkpoint(resumed.run_dir)
     assert audit_run(resumed.run_dir, saved=saved, claims=partial(read_claims, resumed.run_dir)).findings == ()
+
+
+@pytest.mark.nightly
+def test_each_token_was_sampled_with_the_adapter_whose_version_it_carries(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """By transformers and the adapters that were saved, which know nothing of versions, engines and caches. Requests
+    outlive several updates, prompts fill blocks of the prefix cache and come again in other rounds."""
+    rounds, rank, alpha = 8, 4, 32.0
+    records = [json.loads(line) for line in tiny_task.prompts.read_text().splitlines()[:6]]
+    prompts = tmp_path / "prompts.jsonl"
+    long = [{**record, "input": " ".join([record["input"]] * 8)} for record in records]
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in long))
+    task = dataclasses.replace(tiny_task, prompts=prompts)
+    more = ["--transferqueue-mode", "streaming", "--max-staleness", "2", "--train-backend", "fsdp", "--lr", "1e-2"]
+    more += ["--lora-rank", str(rank), "--lora-alpha", str(alpha), "--num-rollout", str(rounds)]
+    more += ["--rollout-max-context-len", "512", "--rollout-max-response-len", "300", "--save-interval", "1"]
+    more += ["--save", str(tmp_path / "saved"), "--save-hf", str(tmp_path / "adapter_{rollout_id}")]
+    more += ["--save-debug-rollout-data", str(tmp_path / "dump_{rollout_id}.jsonl")]
+    finished = train([*task.flags(), *more], tmp_path / "run", script="train_async.py")
+    assert finished.code == 0, finished.output
+    base, info = (
+        tiny_models.load(tiny_task.model),
+        AdapterInfo(rank=rank, alpha=alpha, target_modules=list(LINEAR_LAYERS)),
+    )
+    whole = {0: base}
+    older, prompt_lengths = 0, set()
+    for number in range(rounds):
+        for line in (tmp_path / f"dump_{number}.jsonl").read_text().splitlines():
+            sample = json.loads(line)["sample"]
+            [(version, _, _)] = sample["token_policy_versions"]  # no completion is a mixture
+            if version not in whole:
+                tensors = load_file(tmp_path / f"adapter_{version - 1}" / "adapter_model.safetensors")
+                whole[version] = merged(base, tensors, info)
+            logp = tiny_models.log_probs(whole[version], sample["tokens"])[-sample["response_length"] :]
+            assert max(abs(a - b) for a, b in zip(logp, sample["rollout_log_probs"], strict=True)) < 1e-4
+            older += version < number
+            prompt_lengths.add(len(sample["tokens"]) - sample["response_length"])
+    assert older > 0
+    assert len(whole) > 3
+    assert min(prompt_lengths) > 32  # tokens of a block
+    assert max(line.get("rollout/prefix_cached_share", 0) for line in finished.metrics().values()) > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_run_of_adapters_that_is_resumed_on_an_engine_of_others_goes_on(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """The engine still has the adapters of the run before: some by the numbers of versions that come again, one with a
+    higher number than any that comes."""
+    adapter = ["--train-backend", "fsdp", "--lora-rank", "4", "--lr", "1e-2", "--check-weight-update-equal"]
+    with OutsideEngine(tmp_path, [*tiny_task.flags(), *adapter]) as engine:
+        engine.wait_ready()
+        task = [*tiny_task.flags(), *adapter, "--rollout-external-engine-addrs", engine.place]
+        task += ["--rollout-external-engine-keys", str(engine.keys), "--save", str(tmp_path / "saved")]
+        first = train([*task, "--save-interval", "2", "--num-rollout", "5"], tmp_path / "first")
+        assert first.code == 0, first.output
+        (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")  # of round 3: version 4 comes again
+        again = ["--save-interval", "2", "--load", str(tmp_path / "saved"), "--num-rollout", "7"]
+        second = train([*task, *again], tmp_path / "second")
+        assert second.code == 0, second.output
+    lines = second.metrics()
+    assert len(lines) > 2
+    assert max(line["train/train_rollout_logprob_abs_diff"] for line in lines.values()) < 1e-4
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_job_outside_samples_with_the_adapter_merged_into_its_model(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """Its engine knows of no adapter: it is started again with each version that the run writes."""
+    address, run = gateway_address(), tmp_path / "run"
+    flags = [*tiny_task.flags(), "--train-backend", "fsdp", "--lora-rank", "4", "--lr", "1e-2", "--num-rollout", "4"]
+    flags += ["--transferqueue-mode", "external", "--transferqueue-address", address, "--rollout-num-engines", "0"]
+    job = produce(tmp_path / "job", address, "job-a", job_flags(tiny_task), run=run)
+    finished = train([*flags, "--reference-mode"], run)
+    assert finished.code == 0, finished.output
+    assert job.finish(deadline_s=60).code == 0
+    assert len(set(hashes(finished).values())) == 5
+    found = [line["train/train_rollout_logprob_abs_diff"] for line in finished.metrics().values()]
+    assert (len(found), max(found) < 1e-4) == (4, True)
 
 
 def flags_of(finished: Finished, name: str) -> str:

@@ -1,6 +1,8 @@
 """Runs on prompts with images: real vLLM and the FSDP trainer agree, every mode trains the same weights bit for bit,
 and a kill, two workers, cut completions and a picture that vanishes cost what they must and no more."""
 
+import base64
+import io
 import json
 import os
 import shutil
@@ -11,8 +13,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors import safe_open
 
+from tests.e2e.run.test_lost_engines import TWO_ENGINES, VLLM, assert_the_run_went_on, kill_and_wait
 from tests.e2e.run.test_mismatch_run import CAUSES
 from tests.helpers import tiny_images
 from tests.helpers.metrics_page import undocumented
@@ -202,6 +207,120 @@ def test_completions_that_a_publish_cut_are_continued_with_their_images(flags: l
     samples = [json.loads(line)["sample"] for line in lines]
     with_images = [sample for sample in samples if sample["multimodal_inputs"]]
     assert any(len({span[0] for span in sample["token_policy_versions"]}) > 1 for sample in with_images)
+
+
+SLOW = """
+import asyncio
+
+async def slow(args, sample, **kwargs):
+    await asyncio.sleep(2)
+    return await colour_reward(args, sample)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_a_run_with_images_goes_on_while_one_of_two_vllm_engines_is_killed(flags: list[str], tmp_path: Path) -> None:
+    """The engine that comes back has no picture in its caches. What was recorded of a prompt still fits: its text, its
+    picture, and the places of that picture among its tokens."""
+    directory, dump = Path(flags[flags.index("--prompt-data") + 1]).parent, tmp_path / "dump"
+    reward = tmp_path / "slow.py"
+    reward.write_text((directory / "reward.py").read_text() + SLOW)
+    fast = [flag for flag in flags if flag != "--reference-mode"]
+    more = [*TWO_ENGINES, "--num-rollout", "40", "--custom-rm-path", f"{reward}:slow", "--check-weight-update-equal"]
+    more += ["--save-debug-rollout-data", str(dump / "{rollout_id}.jsonl")]
+    training = Training("train.py", [*fast, *more], tmp_path / "run")
+    training.wait_for_event("round_trained", count=2)
+    kill_and_wait(training, VLLM, 1, times=1)
+    finished = training.finish(900)
+    assert_the_run_went_on(finished, 40, num_kills=1)
+    trained_well(finished, 40)
+    files = {base64.b64encode(tiny_images.png(colour)).decode(): colour for colour in tiny_images.COLOURS}
+    shown = set()
+    for record in (json.loads(line) for file in dump.iterdir() for line in file.read_text().splitlines()):
+        sample = record["sample"]
+        prompt = sample["tokens"][: len(sample["tokens"]) - sample["response_length"]]
+        inputs = sample["multimodal_inputs"]
+        if inputs is None:
+            assert prompt == [8, 10, 11, 12, 9]
+            continue
+        [image] = inputs["images"]
+        colour = files[image.removeprefix("data:image/png;base64,")]
+        assert list(tiny_images.COLOURS).index(colour) == sample["label"]
+        assert prompt == [8, *tiny_images.IMAGE_IDS, 10, 11, 12, 9]
+        shown.add(colour)
+    assert shown == set(tiny_images.COLOURS)
+
+
+def drawn(mode: str, kind: str, *, width: int = 40, height: int = 24, **settings: object) -> bytes:
+    """A picture of which no two parts are alike."""
+    from PIL import Image
+
+    chance, buffer = np.random.default_rng(width), io.BytesIO()
+    picture = Image.fromarray(chance.integers(0, 256, (height, width, len(mode)), dtype=np.uint8), mode=mode)
+    if settings.pop("palette", False):
+        picture = picture.quantize(8)
+    if settings.pop("moves", False):
+        settings |= {"save_all": True, "append_images": [picture.rotate(180)]}
+    picture.save(buffer, format=kind, **settings)
+    return buffer.getvalue()
+
+
+def lying() -> bytes:
+    """A photograph that its EXIF turns by 90 degrees."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return drawn("RGB", "JPEG", exif=exif)
+
+
+PICTURES = {
+    "transparent.png": lambda: drawn("RGBA", "PNG"),
+    "palette.png": lambda: drawn("RGB", "PNG", palette=True, transparency=3),
+    "lying.jpg": lying,
+    "png_by_another_name.jpg": lambda: drawn("RGB", "PNG", width=33),
+    "moving.webp": lambda: drawn("RGBA", "WEBP", moves=True),
+    "point.png": lambda: drawn("RGB", "PNG", width=1, height=1),
+    "line.png": lambda: drawn("RGB", "PNG", width=3000, height=1),
+    "large.png": lambda: drawn("RGB", "PNG", width=1400, height=1400),  # 6 MB, which the router passes on
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "in tiles"])
+def test_engine_and_trainer_see_the_same_in_odd_pictures(flags: list[str], tmp_path: Path, is_split: bool) -> None:
+    """Also two in a prompt, and one twice; in micro-batches of any number of rows; and the export has every tensor."""
+    model = tmp_path / "model"
+    shutil.copytree(Path(flags[flags.index("--hf-checkpoint") + 1]), model)
+    settings = json.loads((model / "processor_config.json").read_text())
+    if is_split:  # up to four tiles and the whole
+        settings["image_processor"] |= {"do_image_splitting": True, "size": {"longest_edge": 2 * tiny_images.SIDE}}
+    (model / "processor_config.json").write_text(json.dumps(settings))
+    for name, make in PICTURES.items():
+        (tmp_path / name).write_bytes(make())
+    one, two = "USER <image> What colour ? ASSISTANT", "USER <image> and <image> What colour ? ASSISTANT"
+    records = [{"input": one, "images": name, "label": 0} for name in PICTURES]
+    records.append({"input": two, "images": ["lying.jpg", "transparent.png"], "label": 1})
+    records.append({"input": two, "images": ["palette.png", "palette.png"], "label": 2})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+    fast = [flag for flag in flags if flag != "--reference-mode"]
+    at = fast.index("--micro-batch-size")
+    more = ["--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--transferqueue-mode", "streaming"]
+    more += ["--rollout-max-context-len", "256", "--rollout-batch-size", "5", "--num-rollout", "4"]
+    more += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "256", "--check-weight-update-equal"]
+    more += ["--eval-prompt-data", "same", str(prompts), "--eval-interval", "4"]
+    more += ["--save-interval", "4", "--save-hf", str(tmp_path / "export_{rollout_id}"), "--save", str(tmp_path / "s")]
+    finished = train([*fast[:at], *fast[at + 2 :], *more], tmp_path / "run")
+    trained_well(finished, 4)
+    assert findings(finished) == ()
+    names = []
+    for directory in (model, tmp_path / "export_3"):
+        with safe_open(directory / "model.safetensors", "pt") as file:
+            names.append(set(file.keys()))
+    assert names[0] == names[1]
+    assert (tmp_path / "export_3" / "processor_config.json").read_text() == json.dumps(settings)
 
 
 @pytest.mark.nightly
