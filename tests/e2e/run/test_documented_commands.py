@@ -22,7 +22,7 @@ import pytest
 from tests.helpers.documented_commands import documented_commands, merged
 from tests.helpers.rollout_setup import example_module
 from tests.helpers.shape_check import clone_files
-from tests.helpers.training import Finished, TinyTask
+from tests.helpers.training import UNREAD, Finished, TinyTask
 from vime.utils.network import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,8 +72,10 @@ class Clone:
             sys.stdout.write(f"not at its end in time: {command}\n{self._log.read_text()[-4000:]}")
             raise
         sys.stdout.write(f"{time.monotonic() - started:6.1f} s  {command}\n")
-        assert process.returncode == code, f"{command}\n{self._log.read_text()}"
-        return self._log.read_text()
+        output = self._log.read_text()
+        assert process.returncode == code, f"{command}\n{output}"
+        assert UNREAD not in output, f"{command} shows an error of an actor that it has not read:\n{output}"
+        return output
 
 
 def documented(*commands: str) -> str:

@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[3]
 NVIDIA_SMI = """#!/bin/sh
 case "$1" in -L) echo "GPU 0: NVIDIA H100 80GB HBM3" ;; --query-gpu=*) printf '%s\\n%s\\n' "$DRIVER" "$DRIVER" ;; esac
 """
-# Stands for Python in every place: says that it is 3.11, and what it was asked to install.
+# Stands for Python in every place: says that it is 3.11, what it was asked to install and whether it writes bytecode.
 PYTHON = """#!/bin/sh
-echo "python $*" >> "$ASKED"
+echo "python $* (${PYTHONDONTWRITEBYTECODE:+no }bytecode)" >> "$ASKED"
 case "$*" in "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;; esac
 """
 
@@ -31,6 +31,7 @@ def install(place: Path, driver: str) -> tuple[int, str, str]:
         (place / "bin" / name).chmod(0o755)
     (place / "asked").touch()
     environment = {"PATH": f"{place / 'bin'}{os.pathsep}/usr/bin:/bin", "DRIVER": driver, "ASKED": str(place / "asked")}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # as images of containers do
     done = subprocess.run(
         [place / "scripts" / "install.sh"], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
@@ -51,3 +52,11 @@ def test_a_new_driver_gets_the_packages_for_gpus(tmp_path: Path) -> None:
     assert code == 0, said
     assert ".[dev,gpu]" in asked
     assert "+cpu" not in asked
+
+
+def test_bytecode_of_what_a_run_imports_is_made_also_where_the_machine_forbids_it(tmp_path: Path) -> None:
+    _, _, asked = install(tmp_path, "580.159.04")
+    made = asked[asked.index("python -m compileall -q vime") :]
+    assert "megatron.core" in made
+    assert "vllm.entrypoints.openai.api_server" in made
+    assert "(no bytecode)" not in made
