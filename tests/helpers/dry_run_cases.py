@@ -71,6 +71,9 @@ LAYOUTS = (
         kind="qwen3_moe",
         flags={"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     ),
+    Layout(name="latent", world=1, kind="deepseek"),  # one rank has all experts, however the router fills them
+    Layout(name="sinks", world=1, kind="gpt_oss"),
+    Layout(name="windows-tp2", world=2, kind="gemma3", flags={"tensor_model_parallel_size": 2}),
 )
 
 

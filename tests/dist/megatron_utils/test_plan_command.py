@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.dist_launch import ROOT, launch
 from tests.helpers.dry_run_cases import write_large
+from tests.helpers.families import EXPORTS, RUNS
 from vime.config.checks import resolve
 from vime.config.parse import Config, parse
 from vime.ray.inputs import Refusals
@@ -153,6 +154,17 @@ def test_a_run_whose_ranks_cannot_hold_the_model_is_refused_before_it_starts(lar
     refusals.attempt(check_memory, config.replace(gpu_memory_gib=72.0))
     with pytest.raises(Exception, match=r"holds 71\.5 GiB of weights, .* at most --gpu-memory-gib 71\. .*vime plan"):
         refusals.raise_all()
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "deepseek" else pytest.mark.nightly) for kind in EXPORTS]
+)
+def test_each_family_is_planned_for_gpus(kind: str, tmp_path: Path) -> None:
+    """Attention of each kind has a kernel on the meta device, in forward and backward."""
+    layout = ("--device", "cuda", "--actor-num-gpus-per-node", "2", *RUNS.get(kind, ()))
+    done = plan("--hf-checkpoint", str(EXPORTS[kind](tmp_path)), "--rollout-max-response-len", "32", *layout)
+    assert done.returncode == 0, done.stderr
+    assert "Fits: peak 0.0" in done.stdout
 
 
 def test_fsdp_counts_a_share_of_every_tensor_and_says_what_it_leaves_out(models: Path) -> None:

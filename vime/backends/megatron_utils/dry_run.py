@@ -58,10 +58,14 @@ class _FusedAttention(types.ModuleType):
     def scaled_dot_product_attention(
         self, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, scale: float, **options: bool
     ) -> Tensor:
-        if attn_mask is None:
+        is_latent = query.size(-1) != value.size(-1)  # flash attention takes neither that nor, on a GPU, a mask
+        if attn_mask is None and not is_latent:
             flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001  what torch itself would call
             out: Tensor = flash(query, key, value, 0.0, options["is_causal"], False, scale=scale)[0]
-        elif self.takes_masks:
+        elif attn_mask is None and not self.takes_masks:
+            efficient = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001
+            out = efficient(query, key, value, None, True, 0.0, options["is_causal"], scale=scale)[0]
+        elif attn_mask is not None and self.takes_masks and not is_latent:
             fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
             out = fused(query, key, value, 0.0, attn_mask=attn_mask.to(query.dtype), scale=scale)[0]
         else:
