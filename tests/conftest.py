@@ -166,7 +166,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     cpu: Counter[str] = Counter()
     done: dict[str, float] = {}
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
-        if isinstance(report, pytest.TestReport) and hasattr(report, "stop"):
+        if isinstance(report, pytest.TestReport) and getattr(report, "stop", 0):  # 0: an error of the session itself
             file = report.nodeid.partition("::")[0]
             wall[file] += report.duration
             cpu[file] += dict(report.user_properties).get("cpu_s", 0.0) if report.when == "teardown" else 0.0

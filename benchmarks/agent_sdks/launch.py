@@ -114,7 +114,7 @@ def main() -> int:
         "LANGSMITH_TRACING": "false",
     }  # fmt: skip
     environment.pop("PYTHONPATH", None)
-    guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT)]
+    guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
     return subprocess.run(
         [*guard, *command_of(PROGRAMS[index % len(PROGRAMS)], packages)], env=environment, check=False
     ).returncode

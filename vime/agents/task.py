@@ -64,7 +64,7 @@ async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> Non
     found = shutil.which(program)
     if found is None:
         raise AgentFailed(f"--agent-command: there is no program {program!r} any more")
-    launcher = [sys.executable, "-I", "-S", die_with_parent.__file__]
+    launcher = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
     with tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_exec(
             *launcher, found, *arguments,

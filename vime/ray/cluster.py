@@ -274,7 +274,7 @@ def servers_alone(worker_program: str | None) -> Iterator[None]:
     python_command = cast("Callable[..., list[str]]", services._build_python_executable_command_memory_profileable)  # noqa: SLF001
 
     def of_an_agent(*arguments: object, **options: object) -> list[str]:
-        return [sys.executable, "-I", "-S", die_with_parent.__file__, *python_command(*arguments, **options)]
+        return [sys.executable, "-I", "-S", die_with_parent.__file__, "0", *python_command(*arguments, **options)]
 
     less = {"no_monitor": True, "include_log_monitor": False, "setup_worker_path": worker_program}
     replaced: list[tuple[ModuleType, str, Callable[..., object]]] = [

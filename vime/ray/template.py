@@ -83,7 +83,7 @@ class BaseProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for the driver alone
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", die_with_parent.__file__, *command],
+                [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # warnings of imports; what failed is said to who asks for a copy

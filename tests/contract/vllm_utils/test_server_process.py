@@ -121,6 +121,67 @@ def test_temporary_files_that_a_killed_server_leaves_are_removed(server):
     assert not temporary.exists()
 
 
+def test_temporary_files_of_a_killed_guard_are_removed_by_the_next_one(server, tmp_path):
+    """Ray kills the guard with the actor that started it."""
+    temporary = Path(server_and_child(server)[0].environ()["TMPDIR"])
+    second, third = (make_server(tmp_path / name) for name in ("second", "third"))
+    second.start()
+    second.wait_ready(DEADLINE_S)
+    assert temporary.exists()  # in use
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+    assert temporary.exists()
+    third.start()
+    third.wait_ready(DEADLINE_S)
+    assert not temporary.exists()
+    of_others = [Path(server_and_child(each)[0].environ()["TMPDIR"]) for each in (second, third)]
+    assert all(each.exists() for each in of_others)
+    for each in (second, third):
+        each.stop()
+    assert not any(each.exists() for each in of_others)
+
+
+FORKED = """
+import ctypes, os, sys, time
+sys.path.insert(0, {root!r})
+from vime.backends.vllm_utils.guard import die_with_parent
+from vime.backends.vllm_utils.cpu_server import tie_forked_processes
+hook, read = sys.argv[1], int(sys.argv[2])
+library = ctypes.CDLL
+ctypes.CDLL = lambda *a, **b: (os.read(read, 1), library(*a, **b))[1]  # the parent ends before the kernel is asked
+if hook == "fork":
+    tie_forked_processes()
+parent = os.getpid()
+if os.fork() == 0:
+    if hook == "guard":
+        die_with_parent(parent)
+    print("alive", flush=True)
+    time.sleep(600)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("hook", ["guard", "fork"])
+def test_a_process_whose_parent_ends_before_the_kernel_is_asked_ends_too(hook):
+    """Otherwise a router of an actor that is killed while it starts lives on, and listens in place of the next."""
+    read, write = os.pipe()
+    code = FORKED.format(root=str(Path(__file__).parents[3]))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, hook, str(read)], pass_fds=[read], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout.readline().strip() == str(parent.pid)
+    [child] = psutil.Process(parent.pid).children()
+    parent.kill()
+    parent.wait(DEADLINE_S)
+    os.write(write, b"go")
+    assert_gone([child])
+    assert parent.stdout.read() == ""
+    for end in (read, write):
+        os.close(end)
+    parent.stdout.close()
+
+
 def test_stop_may_be_called_twice_and_check_says_that_it_was_stopped(server):
     server.stop()
     server.stop()

@@ -38,6 +38,17 @@ def import_engine() -> ModuleType:
     return utils
 
 
+def tie_forked_processes() -> None:
+    """Let each process that is forked from this one, or from such a process, end with the one that forked it."""
+    forking = os.getpid()
+
+    def note() -> None:
+        nonlocal forking
+        forking = os.getpid()
+
+    os.register_at_fork(before=note, after_in_child=lambda: die_with_parent(forking))
+
+
 def main() -> None:
     vars(import_engine())["get_mp_context"] = lambda: multiprocessing.get_context("fork")
     from torch.distributed import distributed_c10d
@@ -45,7 +56,7 @@ def main() -> None:
     distributed_c10d.ProcessGroupGloo = one_event_loop(distributed_c10d.ProcessGroupGloo)  # type: ignore[misc]
     if os.environ.get(DIE_WITH_PARENT):
         # vLLM's plug-ins are loaded once: the forked process does not call plugin.register, which asks for this
-        os.register_at_fork(after_in_child=die_with_parent)
+        tie_forked_processes()
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
 
 

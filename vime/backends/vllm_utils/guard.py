@@ -8,7 +8,8 @@ leaves its EngineCore behind for ever otherwise, with the GPU memory it holds.
 SIGTERM is passed on to the server, which then has GRACE_S to end. The exit code is the server's (128 + signal).
 
 vLLM leaves files in the directory for temporary files: the sockets between its processes when it is killed, and how
-they first met always. The server gets a directory of its own for them, which is removed behind it.
+they first met always. The server gets a directory of its own for them, which is removed behind it, or by a later guard
+where this one was killed too: Ray kills the children of an actor with it.
 
 PR_SET_PDEATHSIG alone would not do: it fires when the *thread* that started the child ends, and an owner may start
 servers from a pool.
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import functools
 import os
 import select
 import shutil
@@ -26,15 +29,45 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 
 PR_SET_PDEATHSIG = 1
 GROUP_ATTEMPTS = 20
 DIE_WITH_PARENT = "VIME_DIE_WITH_PARENT"
+TEMPORARY = "vime-server-"  # short names: the path of a socket has at most 107 characters
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends. For children of one main thread."""
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends, and end now where the process `parent`
+    ended before. For children of one main thread."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def temporary_directory() -> str:
+    """Return a new directory, and remove those of guards that were killed: each locks its own for as long as it
+    lives."""
+    with os.scandir(tempfile.gettempdir()) as entries:
+        for path in [entry.path for entry in entries if entry.name.startswith(TEMPORARY)]:
+            with contextlib.suppress(OSError), _opened(path) as directory:  # in use, or another user's
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+    while True:
+        path = tempfile.mkdtemp(prefix=TEMPORARY)
+        with contextlib.suppress(OSError):  # another guard has removed it already, or this file system has no locks
+            fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX)
+        if os.path.isdir(path):
+            return path
+
+
+@contextlib.contextmanager
+def _opened(directory: str) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def session_members(session: int) -> list[int]:
@@ -86,9 +119,10 @@ def main(grace_s: float, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     weigh_session(os.getpid())
-    temporary = tempfile.mkdtemp(prefix="vime-")  # a short name: the path of a socket has at most 107 characters
+    temporary = temporary_directory()
     environment = {**os.environ, "TMPDIR": temporary}
-    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    tied = functools.partial(die_with_parent, os.getpid())
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, preexec_fn=tied)
     left_s: float | None = None
     while server.poll() is None:
         ready, _, _ = select.select([wake_read, sys.stdin], [], [], left_s)

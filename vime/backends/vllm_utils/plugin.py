@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 
 from vime.backends.vllm_utils.guard import DIE_WITH_PARENT, die_with_parent
@@ -22,4 +23,5 @@ def register() -> None:
     with contextlib.suppress(ValueError):  # it is registered already
         WeightTransferEngineFactory.register_engine(BACKEND, "vime.backends.vllm_utils.weight_transfer", "VimeEngine")
     if os.environ.get(DIE_WITH_PARENT):
-        die_with_parent()
+        parent = multiprocessing.parent_process()
+        die_with_parent(os.getppid() if parent is None else parent.pid or os.getppid())
