@@ -135,11 +135,20 @@ class GroupStore:
         else:
             checksums = [zlib.crc32(data) for _, data in records]
         failpoint(Point.SPOOLED)
+        with self._lock:  # before the queue has them: `put_again` finds here what is on its way
+            self._held |= {task: (crc, group) for (task, group), crc in zip(groups, checksums, strict=True)}
+        try:
+            self._put(groups)
+        except BaseException:
+            with self._lock:
+                for task, _ in groups:
+                    self._held.pop(task, None)
+            raise
+        return checksums
+
+    def _put(self, groups: Sequence[tuple[Task, EncodedGroup]]) -> None:
         keys = [key for task, group in groups for key in chunk_keys(task, len(group.chunks))]
         self._store.put(self._partition, keys, [chunk for _, group in groups for chunk in group.chunks])
-        with self._lock:
-            self._held |= {task: (crc, group) for (task, group), crc in zip(groups, checksums, strict=True)}
-        return checksums
 
     def keep(self, task: Task, data: bytes) -> int | None:
         """Store in the spool what only a later attempt reads (the tokens of an aborted one); None without a spool."""
@@ -186,6 +195,15 @@ class GroupStore:
         for task, checksum, _ in groups:
             chunks, _ = split_record(self.record(task, checksum))
             self._store.put(self._partition, chunk_keys(task, len(chunks)), chunks)
+
+    def put_again(self, unread: Mapping[Task, int | None]) -> list[Task]:
+        """Put into another queue what this process holds of `unread` (`Ledger.unread_payloads`); return which groups
+        these are."""
+        with self._lock:
+            found = [(task, group) for task, (crc, group) in self._held.items() if _is_needed(unread, task, crc)]
+        for one in found:
+            self._put([one])
+        return [task for task, _ in found]
 
     def forget_attempt(self, task: Task) -> None:
         """Delete a group that came too late, or became too old: it will not be trained."""
@@ -238,6 +256,10 @@ class StoresGroups:
     def restore(self, groups: Sequence[StoredGroup]) -> None:
         """Put into the queue again what this run stored before it was restarted."""
         self._store.restore(groups)
+
+    def put_again(self, unread: Mapping[Task, int | None]) -> list[Task]:
+        """Put into another queue what is still to be read and in memory here; return which groups these are."""
+        return self._store.put_again(unread)
 
     def release(self, tasks: Sequence[Task]) -> None:
         """Free these groups' samples: they will not be asked for again."""

@@ -42,6 +42,12 @@ _NEEDED_BY_ROUNDS = (
     "select grp, attempt, checksum from prompt_group indexed by round_group "
     f"where round in (select id from {MOVING_ROUNDS})"
 )
+_UNREAD = """select grp, attempt, checksum, state from prompt_group indexed by open_group
+    where partition = ? and state in ('issued', 'retry', 'ready') and state != 'retry'"""
+_UNREAD_BY_ROUNDS = (
+    "select grp, attempt, checksum from prompt_group indexed by round_group "
+    f"where round in (select id from {MOVING_ROUNDS} and state = 'leased')"
+)
 _NUM_READY = (
     "select count(*) from prompt_group indexed by ready_group where partition = ? and state = 'ready' and round is null"
 )
@@ -178,6 +184,18 @@ class Ledger:
         """Return the payloads that the spool must keep, with checksum; None: whatever the attempt in progress
         stores."""
         return needed_payloads(self._store.connection, self._store.rules.partition)
+
+    def unread_payloads(self) -> dict[Task, int | None]:
+        """Return the payloads that trainers may still read, with checksum; None: whatever the attempt in progress
+        stores."""
+        store, train = self._store, self._store.rules.partition
+        unread: dict[Task, int | None] = {
+            Task(train, group, attempt): checksum if state == State.READY else None
+            for group, attempt, checksum, state in store.query(_UNREAD, store.train_id)
+        }
+        for group, attempt, checksum in store.query(_UNREAD_BY_ROUNDS):
+            unread[Task(train, group, attempt)] = checksum
+        return unread
 
     def close(self) -> None:
         """Close the file: it alone is the ledger then. Calling it again does nothing."""

@@ -29,7 +29,7 @@ CALLS: dict[str, Callable[..., object]] = {
         *(PromptLedger.issue_own, PromptLedger.known_own, PromptLedger.abandon_own),
         *(RoundLedger.lease, RoundLedger.ready, RoundLedger.heartbeat, RoundLedger.trained, RoundLedger.release),
         RoundLedger.durable,
-        *(Ledger.status, Ledger.sync, Ledger.commit_each, Ledger.needed_payloads),
+        *(Ledger.status, Ledger.sync, Ledger.commit_each, Ledger.needed_payloads, Ledger.unread_payloads),
     )
 }
 """What another process may call, by name. Not `restore`: only the owner of the ledger has the spool."""

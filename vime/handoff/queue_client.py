@@ -41,6 +41,10 @@ ACTORS = ("TransferQueueController", "SimpleStorageUnit")  # names shown by `vim
 Result = TypeVar("Result")
 
 
+class QueueLostError(HandoffLostError):
+    """An actor of the queue is dead. What lay in the queue is lost there."""
+
+
 class Reference(Protocol):
     """A reference of Ray, which is not imported here: the result of an actor's call."""
 
@@ -203,7 +207,7 @@ class QueueClient:
         self._client.close()
 
     def _call(self, work: Coroutine[object, object, Result], name: str) -> Result:
-        """Run one client call: HandoffLostError once an actor of the queue is dead, otherwise wait until the
+        """Run one client call: QueueLostError once an actor of the queue is dead, otherwise wait until the
         deadline."""
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, self._timeout_s), self._loop)
         try:
@@ -212,6 +216,7 @@ class QueueClient:
         except VimeError:
             raise
         except Exception as error:
+            self._check_actors(name)
             raise HandoffLostError(f"TransferQueue: {name} failed: {type(error).__name__}: {error}") from error
         finally:
             future.cancel()
@@ -228,14 +233,14 @@ class QueueClient:
             self._check_actors(name)
 
     def _check_actors(self, name: str) -> None:
-        """Raise when an actor of the queue is dead; one that is only slow passes."""
+        """QueueLostError when an actor of the queue is dead; one that is only slow passes."""
         for actor_name, actor in self._actors.items():
             try:
                 actor.get_zmq_server_info.remote().future().result(timeout=LIVENESS_PROBE_S)
             except TimeoutError:
                 continue
             except Exception as error:
-                raise HandoffLostError(
+                raise QueueLostError(
                     f"{name} cannot finish: the {actor_name} is dead ({_first_line(error)}). What it held is lost: "
                     "start again with --load to resume."
                 ) from error

@@ -53,6 +53,8 @@ class EventKind(StrEnum):
     ENGINE_STOPPED = "engine_stopped"  # engine, reason: it is not started again
     ROUTER_LOST = "router_lost"  # error, start_in_s
     ROUTER_READY = "router_ready"  # lost_s: it responds again, at its address
+    QUEUE_LOST = "queue_lost"  # error, start_in_s: a part of TransferQueue died
+    QUEUE_READY = "queue_ready"  # lost_s: another one holds what is still to be read
     DISAGREEMENT = "disagreement"  # rollout_id, difference, threshold, path
     ROUND_TRAINED = "round_trained"  # rollout_id, version, receipt
     WEIGHTS_PUBLISHED = "weights_published"  # version, num_bytes

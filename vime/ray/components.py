@@ -28,6 +28,7 @@ from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts
 from vime.ray.mismatch_guard import MismatchGuard
 from vime.ray.probe import check_engines_agree
+from vime.ray.queue_keeper import QueueKeeper
 from vime.ray.rollout_manager import GeneratedRound, RolloutManager
 from vime.ray.round_metrics import RoundMetrics
 from vime.ray.saver import Saver
@@ -61,6 +62,7 @@ class Parts:
     engines: Engines | None
     num_rollout: int
     stream: Stream | None = None  # mode streaming
+    queue: QueueKeeper | None = None  # mode streaming
 
 
 @dataclass(slots=True)
@@ -124,6 +126,8 @@ class Components:
             yield rollout_id
             if self.parts.engines is not None:
                 self.watchers.round_metrics.add(self.parts.engines.take_metrics())
+            if self.parts.queue is not None:
+                self.watchers.round_metrics.add(self.parts.queue.take_metrics())
             self.watchers.round_metrics.finish(rollout_id, self.versions.trained)
             self.open_round = None
 
@@ -192,6 +196,8 @@ class Components:
         failpoint(Point.TRAINED)
         if self.parts.stream is not None:
             self.parts.stream.trained(generated.rollout_id, receipt)
+        if self.parts.queue is not None:
+            self.parts.queue.note_trained()
         self.trained_round, self._cursor = generated.rollout_id, generated.cursor
         self.doing = None
         self.watchers.events.emit(
@@ -341,6 +347,7 @@ class Components:
         def poll() -> None:
             nonlocal asked
             self.saver.poll()
+            self._look_at_queue()
             if interruptible:
                 self.watchers.interrupts.raise_if_asked("generation")
             if interruptible and self.watchers.screen.is_live and time.monotonic() - asked >= PROGRESS_S:
@@ -355,8 +362,13 @@ class Components:
 
     def _tend(self) -> None:
         """Look after the engines during a wait that they must not end."""
+        self._look_at_queue()
         if self.parts.engines is not None:
             self.parts.engines.tend()
+
+    def _look_at_queue(self) -> None:
+        for line in [] if self.parts.queue is None else self.parts.queue.check():
+            self.watchers.screen.warn(line)
 
     def has_work(self) -> bool:
         """Whether a stop now would save something: a round that is trained and not saved, or that is being trained,

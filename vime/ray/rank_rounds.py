@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,3 +29,12 @@ class TrainedRound:
 
     metrics: dict[str, float]
     stepped: list[SteppedGroup]
+
+
+def merged_columns(results: Sequence[ArrayColumns]) -> ArrayColumns:
+    """Merge the columns of all replicas, each of which returned its own rows."""
+    merged: ArrayColumns = {}
+    for result in results:
+        for name, column in result.items():
+            merged.setdefault(name, {}).update(column)
+    return merged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from vime.config.parse import Args, Config
 from vime.config.queue_checks import BUFFER
 from vime.data.groups import GroupFacts, check_versions
 from vime.data.rows import TrainRow
-from vime.handoff.group_store import groups_partition
+from vime.handoff.group_store import StoredGroup, groups_partition
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import RoundLease
 from vime.handoff.stores import Handle, PayloadStore
@@ -32,7 +33,14 @@ from vime.protocols import DataSource, RolloutFunction, calling_plugin
 from vime.ray.checkpoint import LEDGER_RUN
 from vime.ray.cluster import data_parallel_size, has_worker_processes, limit_threads, yield_to_trainers
 from vime.ray.ledger_actor import LedgerClient
-from vime.ray.stores import compact_other_spools, connect_store, group_store, round_store
+from vime.ray.stores import (
+    compact_other_spools,
+    connect_store,
+    group_store,
+    queue_filled,
+    replace_queue,
+    round_store,
+)
 from vime.rollout import sample_recorder  # by its module: Ray copies what an actor's class names itself
 from vime.rollout.convert import encoded_group, set_custom_rewards
 from vime.rollout.coordinator import RoundCoordinator, TakenGroup, Workers
@@ -63,6 +71,7 @@ if TYPE_CHECKING:
     from vime.handoff.queue_client import QueueAddress
     from vime.ray.planning import PlannedRound
 
+logger = logging.getLogger(__name__)
 NUM_PROBES = 4
 PROCESS = "rollout-manager"
 
@@ -113,7 +122,7 @@ class SampleText:
 
 
 MakeText = Callable[[], SampleText]
-MAX_CALLS = 4  # at a time in the RolloutManager
+MAX_CALLS = 6  # at a time in the RolloutManager; of them two bring a queue, of which the first may have died
 
 
 class RolloutManager:
@@ -214,6 +223,25 @@ class RolloutManager:
         assert self._coordinator is not None
         assert isinstance(self._coordinator.workers, RemoteWorkers), "mode external has them"
         return self._coordinator.workers.serve_to_jobs(version)
+
+    def replace_queue(self, address: QueueAddress) -> None:
+        """Mode streaming: store in another queue from now on, and put there what trainers have still to read. Reads
+        wait meanwhile."""
+        from vime.ray.workers import RemoteWorkers
+
+        assert self._coordinator is not None
+        workers = self._coordinator.workers
+        replace_queue(self._store, address, is_filled=False)  # also that of a worker in this process
+        if isinstance(workers, RemoteWorkers):
+            workers.replace_queue(address)
+        # what is committed from here on was put into the new queue, or is in the memory of its worker
+        unread = self._ledger.call(Ledger.unread_payloads)
+        found = set(workers.put_again(unread))
+        left = [StoredGroup(task, crc) for task, crc in unread.items() if crc is not None and task not in found]
+        if left:
+            workers.restore(left)
+        queue_filled(self._store, address)
+        logger.info("another queue: %d groups put from memory, %d from the spool", len(found), len(left))
 
     def compact(self) -> int:
         """Drop from the spool what no restart can need. Returns the bytes freed."""

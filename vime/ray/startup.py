@@ -35,10 +35,10 @@ from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal, nothing_to_save
 from vime.ray.ledger_choice import choose_ledger
 from vime.ray.placement import Places, reserved
+from vime.ray.queue_keeper import QueueKeeper
 from vime.ray.rollout_manager import MAX_CALLS, ManagerInfo, RolloutManager
 from vime.ray.round_metrics import RoundMetrics
 from vime.ray.servers import watched_ray
-from vime.ray.stores import start_queue, stop_queue
 from vime.ray.stream import Stream
 from vime.ray.trainers import STOP_S as TRAINERS_STOP_S
 from vime.ray.trainers import Trainers
@@ -117,11 +117,12 @@ def start_components(
         engines, trainers = None, None
         if has_engines and not config.cluster.colocate:
             engines = Engines(config, run_dir, events, screen.warn, places=places)
-        address = None
+        address, queue = None, None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
-                address = start_queue(config)
-            stack.callback(stop_queue, address)
+                queue = QueueKeeper(config, events)
+            address = queue.address
+            stack.callback(queue.close)
         behind_the_parts = stack.enter_context(contextlib.ExitStack())  # what ends after all parts
         if config.cluster.colocate:
             trainers = _trainers(config, run_dir, address, starter, stack, places)
@@ -135,6 +136,10 @@ def start_components(
                 parts.stream = _open_stream(config, run_dir, parts, start, places.home)
                 behind_the_parts.callback(parts.stream.end)
                 stack.callback(parts.stream.close)
+                assert queue is not None, "mode streaming has one"
+                parts.queue = queue
+                queue.watch(parts.manager, parts.trainers)
+                stack.callback(queue.close_watch)
             if config.queue.transferqueue_mode == EXTERNAL:
                 url = read_address(run_dir)
                 screen.note(f"rollout jobs: {url} (`vime token make {run_dir} NAME` makes a token for one)")

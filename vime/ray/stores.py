@@ -15,10 +15,13 @@ from vime.handoff.ledger_types import SPOOL_NAME, Task
 from vime.handoff.spool import Fsync, Spool, worker_spool
 from vime.handoff.stores import ObjectStore, PayloadStore
 from vime.ray.cluster import QUEUE_CPUS, has_worker_processes, num_worker_processes
+from vime.rollout.prompts import decode_response
 
 if TYPE_CHECKING:
-    from vime.handoff.queue_client import ActorClass, QueueAddress
-from vime.rollout.prompts import decode_response
+    from vime.handoff.queue_client import ActorClass, QueueActor, QueueAddress
+
+
+ASKED_S = 5.0
 
 
 def start_queue(config: Config) -> QueueAddress:
@@ -36,9 +39,32 @@ def stop_queue(address: QueueAddress) -> None:
     queue_client.stop_queue(address)
 
 
+def actors_of(address: QueueAddress) -> dict[str, QueueActor]:
+    """Return the queue's actors by the names that messages give them."""
+    units = {f"TransferQueue storage unit {index}": unit for index, unit in enumerate(address.storage_units)}
+    return {"TransferQueue controller": address.controller, **units}
+
+
+def is_dead(address: QueueAddress) -> bool:
+    """Return whether an actor of the queue is known to be dead."""
+    asked = [cast("ray.ObjectRef[object]", each.get_zmq_server_info.remote()) for each in actors_of(address).values()]
+    done, _ = ray.wait(asked, num_returns=len(asked), timeout=ASKED_S)
+    for ref in done:
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayError:
+            return True
+    return False
+
+
 def connect_store(config: Config, queue_address: QueueAddress | None) -> PayloadStore:
     """Return the payload store of one process; `queue_address` is None in mode off."""
     timeout_s = config.queue.transferqueue_timeout_secs
+    if config.queue.has_ledger:
+        from vime.handoff.lasting_queue import LastingQueue
+
+        assert queue_address is not None, "the run has a queue"
+        return LastingQueue(queue_address, timeout_s)
     if queue_address is None:
         return ObjectStore(
             put=ray.put, get=lambda refs: ray.get(cast("list[ray.ObjectRef[bytes]]", refs), timeout=timeout_s)
@@ -46,6 +72,22 @@ def connect_store(config: Config, queue_address: QueueAddress | None) -> Payload
     from vime.handoff.queue_client import QueueClient
 
     return QueueClient(queue_address, timeout_s)
+
+
+def replace_queue(store: PayloadStore, address: QueueAddress, *, is_filled: bool) -> None:
+    """Let a store of mode streaming use another queue, see `LastingQueue.replace`."""
+    from vime.handoff.lasting_queue import LastingQueue
+
+    assert isinstance(store, LastingQueue), "mode streaming has one"
+    store.replace(address, is_filled=is_filled)
+
+
+def queue_filled(store: PayloadStore, address: QueueAddress) -> None:
+    """Let reads begin there, see `LastingQueue.filled`."""
+    from vime.handoff.lasting_queue import LastingQueue
+
+    assert isinstance(store, LastingQueue), "mode streaming has one"
+    store.filled(address)
 
 
 def round_store(config: Config, store: PayloadStore) -> RoundStore:

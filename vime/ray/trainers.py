@@ -36,9 +36,9 @@ from vime.ray.cluster import (
 )
 from vime.ray.placement import Places
 from vime.ray.publishing import Publishing
-from vime.ray.rank_rounds import RankRound, TrainedRound
+from vime.ray.rank_rounds import RankRound, TrainedRound, merged_columns
 from vime.ray.ranks_save import RanksSave
-from vime.ray.stores import connect_store
+from vime.ray.stores import connect_store, replace_queue
 from vime.ray.waits import Wait, all_results, wait_for
 from vime.training.roles import needed_roles, shared_roles
 from vime.types import EngineAddress, RankInfo, Role, RoundPlan, SamplingRule, Version, WaitTimeoutError
@@ -73,8 +73,7 @@ if TYPE_CHECKING:
 GET_LATENCY = "transferqueue/get_latency"  # mode streaming: measured where groups are leased
 PEAK_MEMORY = "perf/peak_memory"  # GiB, of the rank that held most
 
-
-MAX_CALLS = 3  # at a time in a rank: a round, a checkpoint being written, and `close`
+MAX_CALLS = 4  # at a time in a rank: a round, a checkpoint being written, another queue, and `close`
 
 
 class TrainerActor:
@@ -292,6 +291,10 @@ class TrainerActor:
         host = listen_host(self._config)
         return host, kept_port(host, backlog=max(128, num_trainer_ranks(self._config)))
 
+    def replace_queue(self, address: QueueAddress) -> None:
+        """Read in another queue, in which this round's rows lie. Called while another thread may wait for it."""
+        replace_queue(self._store, address, is_filled=True)
+
     def close(self) -> None:
         self._publishing.close()
         self._store.close()
@@ -393,6 +396,10 @@ class Ranks:
             return self._wait(refs, f"{self._name} ranks to {method.__name__}", whole_s, on_poll)
 
         return wait
+
+    def replace_queue(self, address: QueueAddress) -> list[ObjectRef[None]]:
+        """Let every rank read in another queue, whatever call it is in."""
+        return [actor.ask(TrainerActor.replace_queue, address) for actor in self._actors]
 
     def save(self, directory: Path, *, in_background: bool) -> dict[ObjectRef[dict[str, Entry]], str]:
         """Return when every rank has written, or in the background copied, its state. The result waits until every
@@ -505,7 +512,7 @@ class Trainers:
         given: ArrayColumns = {}
         waits = [ranks.begin(TrainerActor.compute, rollout_id, ticket) for ranks in self._separate.values()]
         for columns in all_results(waits):
-            given |= _merged(columns)
+            given |= merged_columns(columns)
         wait = self._policy.begin(
             TrainerActor.train, rollout_id, ticket, version, sent_once(given), is_judged, num_begun
         )
@@ -515,7 +522,7 @@ class Trainers:
             return [result for result in said if not isinstance(result, RankRound)]
         learned: dict[str, float] = {}
         if Role.CRITIC in self._separate:
-            taught = sent_once(given | _merged([result.taught for result in results]))
+            taught = sent_once(given | merged_columns([result.taught for result in results]))
             learned = self._separate[Role.CRITIC].call(TrainerActor.learn, rollout_id, ticket, taught)[0]
         metrics = {
             **learned,
@@ -542,6 +549,10 @@ class Trainers:
         content_hash = wait(on_poll=on_poll, deadline_s=deadline_s)[0]
         assert content_hash is not None, "rank 0 writes"
         return content_hash
+
+    def replace_queue(self, address: QueueAddress) -> list[ObjectRef[None]]:
+        """Let every rank read in another queue; does not wait for them."""
+        return [ref for ranks in self._all for ref in ranks.replace_queue(address)]
 
     def log_probs(self, rows: list[TrainRow], rule: SamplingRule | None = None) -> list[list[float]]:
         return self._policy.call(TrainerActor.log_probs, rows, rule)[0]
@@ -583,15 +594,6 @@ class Trainers:
         """Stop every rank. `grace_s` 0, after a failed start: at once."""
         for ranks in self._all:
             ranks.stop(grace_s)
-
-
-def _merged(results: list[ArrayColumns]) -> ArrayColumns:
-    """Merge the columns of all replicas, each of which returned its own rows."""
-    merged: ArrayColumns = {}
-    for result in results:
-        for name, column in result.items():
-            merged.setdefault(name, {}).update(column)
-    return merged
 
 
 def _learning(policy: Ranks, separate: Mapping[Role, Ranks]) -> list[Ranks]:

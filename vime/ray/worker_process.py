@@ -13,7 +13,7 @@ from vime.observability.events import open_events
 from vime.observability.logs import setup_logging
 from vime.observability.samples import DroppedGroup
 from vime.ray.cluster import limit_threads, yield_to_trainers
-from vime.ray.stores import connect_store, group_store
+from vime.ray.stores import connect_store, group_store, replace_queue
 from vime.rollout.group_worker import WorkerStats
 from vime.rollout.plugins import load_data_source
 from vime.rollout.worker import PromptsByNumber
@@ -45,8 +45,13 @@ class WorkerProcess(ABC, StoresGroups):
         yield_to_trainers(config)
         setup_logging(Path(run_dir), process)
         self._events = open_events(Path(run_dir), process)
-        self._store = group_store(config, Path(run_dir), connect_store(config, queue_address), worker=number)
+        self._queue = connect_store(config, queue_address)
+        self._store = group_store(config, Path(run_dir), self._queue, worker=number)
         self._source = cast("PromptsByNumber", load_data_source(config.flat))  # the RolloutManager has looked
+
+    def replace_queue(self, address: QueueAddress) -> None:
+        """Store in another queue from now on. This process reads nothing there."""
+        replace_queue(self._queue, address, is_filled=True)
 
     @abstractmethod
     def start(self, num_workers: int) -> None:

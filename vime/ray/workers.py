@@ -37,6 +37,7 @@ from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import WORKER_CPUS, num_worker_processes
 from vime.ray.gateway import PROCESS, EvalProgress, GatewayActor, gateway_of
 from vime.ray.ledger_actor import LedgerClient
+from vime.ray.stores import is_dead
 from vime.ray.waits import wait_for
 from vime.ray.worker_process import WorkerProcess, WorkerReport
 from vime.rollout import sample_recorder
@@ -318,6 +319,19 @@ class RemoteWorkers:
             deadline_s=self._config.queue.transferqueue_timeout_secs,
         )
 
+    def put_again(self, unread: Mapping[Task, int | None]) -> list[Task]:
+        """Return which groups the live workers had in memory and have put into the queue again."""
+        deadline_s = self._config.queue.transferqueue_timeout_secs
+        return [
+            task for found in self._ask(self._alive(), deadline_s, WorkerProcess.put_again, unread) for task in found
+        ]
+
+    def replace_queue(self, address: QueueAddress) -> None:
+        """Let every worker, also one that is being started, store in another queue."""
+        with self._lock:
+            self._queue_address = address
+        self._ask(self._alive(), CALL_S, WorkerProcess.replace_queue, address)
+
     def release(self, tasks: Sequence[Task]) -> None:
         for host in self._alive():
             host.actor.ask(WorkerProcess.release, tasks)  # not waited for: it only frees memory
@@ -496,6 +510,7 @@ class RemoteWorkers:
         starting.submit(self._bring_back, host.number)
 
     def _bring_back(self, number: int) -> None:
+        address = self._queue_address
         host = self._start_host(number)
         try:
             wait_for(
@@ -505,17 +520,32 @@ class RemoteWorkers:
                 deadline_s=self._config.cluster.start_timeout_secs,
             )
         except VimeError as error:
-            self._failure = error
+            if self._has_other_queue_than(address):
+                self._bring_back(number)
+            else:
+                self._failure = error
             return
         if self._is_closed.is_set():
             host.actor.kill()
             return
         with self._lock:
             self._hosts = sorted([*self._hosts, host], key=lambda each: each.number)
+            newest = self._queue_address
+        if newest is not None and newest is not address:
+            host.actor.ask(WorkerProcess.replace_queue, newest)
         hosts = self._alive()
         if self._is_producing:
             host.actor.ask(WorkerProcess.start, self._num_sharers(hosts))
         self._share(hosts)
+
+    def _has_other_queue_than(self, address: QueueAddress | None) -> bool:
+        """Return whether the queue that a worker was to join has died. Waits for: the one that takes its place."""
+        if address is None or not is_dead(address):
+            return False
+        ends = time.monotonic() + self._config.queue.transferqueue_timeout_secs
+        while self._queue_address is address and time.monotonic() < ends and not self._is_closed.is_set():
+            self._is_closed.wait(POLL_S)
+        return self._queue_address is not address
 
 
 def _process(host: _Host) -> str:

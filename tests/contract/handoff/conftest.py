@@ -75,10 +75,11 @@ def queue_address(ray_cluster: None) -> Iterator[Any]:  # noqa: F811
 
 @pytest.fixture
 def transfer_queue(queue_address: Any, request: pytest.FixtureRequest) -> Iterator[Case]:
+    from vime.handoff.lasting_queue import LastingQueue
     from vime.handoff.queue_client import QueueClient
 
     prefix = f"test{abs(hash(request.node.name))}"  # a namespace of its own for each test
-    writer, reader = QueueClient(queue_address, 60.0), QueueClient(queue_address, 60.0)
+    writer, reader = LastingQueue(queue_address, 60.0), QueueClient(queue_address, 60.0)  # as in mode streaming, buffer
 
     def lose(handle: Any) -> None:
         meta = reader._call(reader._client.async_kv_retrieve_meta([handle], prefix), "look up a key")

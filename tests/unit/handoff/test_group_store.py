@@ -156,3 +156,29 @@ def test_spools_of_workers_that_are_no_more_are_compacted_and_others_left_alone(
     assert [task for task, _, _ in Spools(tmp_path).entries()] == [TASKS[0], TASKS[2]]  # a spool's newest segment stays
     assert freed > 100
     assert compact_left_behind(tmp_path, [], {TASKS[0]: crc, TASKS[2]: None}) == 0
+
+
+def test_what_is_still_to_be_read_is_put_into_another_queue_by_who_has_it_in_memory(tmp_path: Path) -> None:
+    """Not what was trained, nor what another process holds; also a group on its way into the queue that died."""
+    queue = MemoryStore()
+    store = GroupStore(queue, Spool(tmp_path), partition="train")
+    groups = dict(zip(TASKS, map(encoded, range(3)), strict=True))
+    checksums = store.put(list(groups.items()))
+    queue.chunks.clear()  # the queue died
+    elsewhere = Task("train", 9, 1)
+    assert store.put_again({TASKS[0]: checksums[0], TASKS[1]: None, elsewhere: 1}) == TASKS[:2]
+    lying = queue.get("train_groups", [key for task in TASKS[:2] for key in chunk_keys(task, 1)])
+    assert lying == [chunk for task in TASKS[:2] for chunk in groups[task].chunks]
+    assert len(queue.chunks) == 2
+    assert store.put_again({TASKS[0]: checksums[0] + 1}) == []  # another attempt's payload under the same task
+
+
+def test_a_put_that_fails_is_not_held(tmp_path: Path) -> None:
+    class Broken(MemoryStore):
+        def put(self, partition, keys, chunks):
+            raise HandoffLostError("it died")
+
+    store = GroupStore(Broken(), Spool(tmp_path), partition="train")
+    with pytest.raises(HandoffLostError):
+        store.put([(TASKS[0], encoded(0))])
+    assert store.put_again({TASKS[0]: None}) == []

@@ -205,6 +205,23 @@ def test_rounds_are_leased_and_trained_one_after_the_other(ledger):
     assert ledger.rounds.trained(1, first.fence)
 
 
+def test_payloads_are_unread_until_their_round_is_trained(tmp_path, ledger):
+    """Of attempts in progress whatever they store, of those that were sent back nothing."""
+    train(ledger, 0)
+    leased, [ready] = make_ready(ledger, 2), make_ready(ledger, 1)
+    found = lease(ledger, 1, version=0)
+    assert groups_of(found) == [task.group for task in leased]
+    [given_back] = issue(ledger, 1)
+    [in_progress] = issue(ledger, 1)
+    ledger.prompts.retry(given_back, "engine was lost")
+    checksums = {group.task: group.payload.checksum for group in found.groups}
+    of_ready = ledger.needed_payloads()[ready]
+    assert ledger.unread_payloads() == {**checksums, ready: of_ready, in_progress: None}
+    ledger.rounds.trained(1, found.fence)
+    assert ledger.unread_payloads() == {ready: of_ready, in_progress: None}
+    checked(tmp_path)
+
+
 def test_payloads_are_needed_until_their_round_is_durable(tmp_path, ledger):
     train(ledger, 0)
     train(ledger, 1)
