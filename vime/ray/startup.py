@@ -133,13 +133,10 @@ def start_components(
         parts = _start_parts(config, run_dir, address, engines, trainers, starter, stack, cursor, places)
         if config.queue.has_ledger:
             with starter.part("ledger", "opening the ledger"):
-                parts.stream = _open_stream(config, run_dir, parts, start, places.home)
+                parts.stream, parts.queue = _open_stream(config, run_dir, parts, start, places.home), queue
                 behind_the_parts.callback(parts.stream.end)
                 stack.callback(parts.stream.close)
-                assert queue is not None, "mode streaming has one"
-                parts.queue = queue
-                queue.watch(parts.manager, parts.trainers)
-                stack.callback(queue.close_watch)
+                stack.callback(_watch(queue, parts).close_watch)
             if config.queue.transferqueue_mode == EXTERNAL:
                 url = read_address(run_dir)
                 screen.note(f"rollout jobs: {url} (`vime token make {run_dir} NAME` makes a token for one)")
@@ -249,6 +246,12 @@ def _open_stream(config: Config, run_dir: Path, parts: Parts, start: Start, home
         choice=choose_ledger(run_dir, start.checkpoint),
         home=home,
     )
+
+
+def _watch(queue: QueueKeeper | None, parts: Parts) -> QueueKeeper:
+    assert queue is not None, "mode streaming has one"
+    queue.watch(parts.manager, parts.trainers)
+    return queue
 
 
 def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> None:
