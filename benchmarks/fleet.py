@@ -1,6 +1,6 @@
 """What a killed part costs a run of several engines, and how long it is away.
 
-    .venv/bin/python benchmarks/fleet.py [--part engine|router|worker] [--engines 4] [--kills 8]
+    .venv/bin/python benchmarks/fleet.py [--part engine|router|worker|queue] [--engines 4] [--kills 8]
 
 One run of train.py in mode streaming with scripted engines and two rollout workers: a token takes the same time
 whatever else runs, and an engine answers two requests at a time, so that the rate of the run is that of its engines.
@@ -38,6 +38,7 @@ STEPS = {
     "engine": ("engine_lost", "engine_ready", "engine_readmitted"),
     "router": ("router_lost", "router_ready"),
     "worker": ("worker_lost",),
+    "queue": ("queue_lost", "queue_ready"),
 }
 """Of each part: the events of a recovery, in this order."""
 REWARD = "def reward(args, sample, **kwargs):\n    return float(len(set(sample.tokens)) % 3)\n"
@@ -110,7 +111,9 @@ def kill_parts(run: subprocess.Popen[bytes], path: Path, options: argparse.Names
 
 def find_part(driver: int, part: str, index: int) -> psutil.Process:
     """Return a process below the run's driver: the scripted engine of this number, which has a seed of its own, the
-    router, or a rollout worker, the oldest, so that they take turns."""
+    router, a rollout worker, the oldest, so that they take turns, or of the queue a storage unit and the controller in
+    turns."""
+    of_queue = ("ray::SimpleStorageUnit", "ray::TransferQueueController")[index % 2]
     found = []
     for process in psutil.Process(driver).children(recursive=True):
         try:
@@ -119,7 +122,12 @@ def find_part(driver: int, part: str, index: int) -> psutil.Process:
             continue
         title = " ".join(words)
         is_engine = words[1:3] == ["-m", SCRIPTED] and words[words.index("--seed") + 1] == str(42 + index)
-        named = {"engine": is_engine, "router": "vllm::router" in title, "worker": "ray::RolloutWorkerActor" in title}
+        named = {
+            "engine": is_engine,
+            "router": "vllm::router" in title,
+            "worker": "ray::RolloutWorkerActor" in title,
+            "queue": of_queue in title,
+        }
         if named[part]:
             found.append(process)
     if not found:

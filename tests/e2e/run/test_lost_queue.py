@@ -20,9 +20,8 @@ PACE = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "8"}  # a round takes over a second
 
 def kill_part(training: Training, name: str, *, times: int) -> None:
     """SIGKILL an actor of the queue, and wait until another queue is in use."""
-    [part] = [process for process, command in training._members() if name in command]
-    assert isinstance(part, psutil.Process)
-    part.kill()
+    parts: list[psutil.Process] = [process for process, command in training._members() if name in command]
+    parts[0].kill()
     training.wait_for_event("queue_ready", count=times)
 
 
@@ -49,6 +48,7 @@ def assert_the_run_went_on(finished: Finished, *, num_kills: int) -> None:
     [
         ("train.py", []),
         pytest.param("train.py", ["--num-rollout-workers", "2"], marks=pytest.mark.nightly),
+        pytest.param("train.py", ["--num-data-storage-units", "2"], marks=pytest.mark.nightly),
         pytest.param("train_async.py", ["--transferqueue-max-staleness", "1"], marks=pytest.mark.nightly),
     ],
 )
