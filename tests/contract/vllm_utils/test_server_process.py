@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -218,6 +219,15 @@ def test_a_stopped_server_is_named_within_the_deadline_of_its_probe(server):
     server.probe(url, DEADLINE_S)
     with pytest.raises(EngineError, match="got status 404"):
         server.probe(url + "absent", DEADLINE_S)
+
+
+def test_a_server_whose_guard_still_clears_up_is_not_said_to_live(server):
+    guard = psutil.Process(server.pid)
+    guard.suspend()
+    server_and_child(server)[0].kill()
+    threading.Timer(0.3, guard.resume).start()
+    with pytest.raises(EngineError, match="small ended with exit code 137"):
+        server.probe(server._ready_url, DEADLINE_S)
 
 
 def test_a_stopped_server_is_stopped_for_good_by_its_owner(server):

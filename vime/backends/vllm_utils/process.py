@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ POLL_S = 0.1
 PROBE_TIMEOUT_S = 2.0
 STOP_MARGIN_S = 5.0
 GRACE_S = 15.0
+GUARD_ENDS_S = 1.0
 
 
 class ServerProcess:
@@ -115,6 +117,9 @@ class ServerProcess:
             got = f"{error} (--engine-health-timeout-secs)"
         except HttpFailure as error:
             got = str(error)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the server may be gone, and its guard clears up
+                assert self._child is not None, "it was checked"
+                self._child.wait(GUARD_ENDS_S)
         self.check()  # it may have ended meanwhile, which says more
         raise EngineLostError(
             f"{self.name} lives (pid {self.pid}) but does not work: GET {url} got {got}, expected status 200 at any "
