@@ -167,8 +167,8 @@ class Components:
     def train(self, generated: GeneratedRound) -> None:
         """Run one round of optimizer steps on every rank; then remove the round's rows from the store.
 
-        Only the trainers can end it: an engine that dies meanwhile is started again, or ends the run at the next wait,
-        when the round is whole and can be saved.
+        Only the trainers and the queue can end it: an engine that dies meanwhile is started again, or ends the run at
+        the next wait, when the round is whole and can be saved.
         """
         if self.parts.trainers is None:
             return
@@ -361,7 +361,8 @@ class Components:
         return poll
 
     def _tend(self) -> None:
-        """Look after the engines during a wait that they must not end."""
+        """Look after the engines during a wait that they must not end. A queue that was not replaced does end it: ranks
+        may wait for its rows."""
         self._look_at_queue()
         if self.parts.engines is not None:
             self.parts.engines.tend()

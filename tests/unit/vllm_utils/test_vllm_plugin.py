@@ -4,6 +4,8 @@ import importlib.metadata
 import subprocess
 import sys
 
+import pytest
+
 from vime.backends.vllm_utils.launch import PLUGIN
 
 
@@ -19,3 +21,24 @@ def test_the_owner_side_imports_neither_vllm_nor_the_trainer():
         "print(sorted({'vllm', 'torch', 'megatron', 'transformers', 'ray'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip() == "[]"
+
+
+STARTED = """
+import multiprocessing, os
+from vime.backends.vllm_utils.plugin import _parent
+def check():
+    print(_parent() == os.getppid(), flush=True)
+if __name__ == "__main__":
+    multiprocessing.set_start_method("{method}")
+    child = multiprocessing.Process(target=check)
+    child.start()
+    child.join(60)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_of_vllm_finds_the_parent_that_it_is_to_end_with(tmp_path, method):
+    """It ends where its parent is another process than it believes."""
+    script = tmp_path / "started.py"
+    script.write_text(STARTED.format(method=method))
+    assert subprocess.check_output([sys.executable, str(script)], text=True, timeout=120).strip() == "True"

@@ -23,5 +23,13 @@ def register() -> None:
     with contextlib.suppress(ValueError):  # it is registered already
         WeightTransferEngineFactory.register_engine(BACKEND, "vime.backends.vllm_utils.weight_transfer", "VimeEngine")
     if os.environ.get(DIE_WITH_PARENT):
-        parent = multiprocessing.parent_process()
-        die_with_parent(os.getppid() if parent is None else parent.pid or os.getppid())
+        die_with_parent(_parent())
+
+
+def _parent() -> int:
+    """Return the pid of the process that started this one: as that said itself, because it may have ended. What a
+    forkserver started, which vLLM can be told to use, has that as its parent and hears of another process."""
+    said = multiprocessing.parent_process()
+    if said is None or said.pid is None or multiprocessing.get_start_method(allow_none=True) == "forkserver":
+        return os.getppid()
+    return said.pid
