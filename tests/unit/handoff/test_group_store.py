@@ -182,3 +182,19 @@ def test_a_put_that_fails_is_not_held(tmp_path: Path) -> None:
     with pytest.raises(HandoffLostError):
         store.put([(TASKS[0], encoded(0))])
     assert store.put_again({TASKS[0]: None}) == []
+
+
+def test_a_group_whose_put_is_under_way_is_put_into_another_queue_too(tmp_path: Path) -> None:
+    """Its put may have ended in the queue that died, and its commit comes after the question what is to be read."""
+    found: list[list[Task]] = []
+
+    class Replaced(MemoryStore):
+        def put(self, partition, keys, chunks):
+            if not found:
+                found.append([])
+                found[0] = store.put_again({TASKS[0]: None})
+            return super().put(partition, keys, chunks)
+
+    store = GroupStore(Replaced(), Spool(tmp_path), partition="train")
+    store.put([(TASKS[0], encoded(0))])
+    assert found == [TASKS[:1]]
