@@ -151,8 +151,8 @@ def test_dropped_groups_are_counted_and_replaced_by_further_prompts(tmp_path, mo
         return Reply(token_ids=first, version="0")
 
     flags = ("--dynamic-sampling-filter-path", "vime.rollout.filter_hub.check_reward_nonzero_std")
+    RECORDER.open(tmp_path / "kept", max_bytes=1 << 20)  # first: the worker generates from its start
     with ScriptedEngine(right_for_every_other_prompt) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
-        RECORDER.open(tmp_path / "kept", max_bytes=1 << 20)
         output = run.lease(0)
         RECORDER.write_round(0, round_groups(output.samples))
         RECORDER.close()
