@@ -52,7 +52,8 @@ def main() -> None:
     options = parser.parse_args()
     bf16 = on_gpu and not options.fp32
     with tempfile.TemporaryDirectory(prefix="vime-gpu-") as scratch:
-        model = make_model(Path(scratch), dtype="bfloat16" if bf16 else "float32", **SIZES[options.size])
+        device = "cuda" if on_gpu else "cpu"  # a CPU takes a minute to draw the weights of a large one
+        model = make_model(Path(scratch), dtype="bfloat16" if bf16 else "float32", device=device, **SIZES[options.size])
         report(measure(str(model), options, bf16=bf16), options)
 
 

@@ -15,7 +15,9 @@ def make_row(draw: random.Random, prompt: int, response: int, vocab_size: int) -
     }
 
 
-def make_model(directory: Path, *, family: str = "Qwen2", dtype: str = "float32", **shape: Any) -> Path:
+def make_model(
+    directory: Path, *, family: str = "Qwen2", dtype: str = "float32", device: str = "cpu", **shape: Any
+) -> Path:
     """A random tied Qwen2 (or Qwen3) of this shape (fields of its HF config), as a Hugging Face directory."""
     import torch
     import transformers
@@ -25,7 +27,9 @@ def make_model(directory: Path, *, family: str = "Qwen2", dtype: str = "float32"
         **{"max_position_embeddings": 32_768, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, **shape},
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
-    getattr(transformers, f"{family}ForCausalLM")(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    with torch.device(device):
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
     return directory
 
 

@@ -36,7 +36,9 @@ pytestmark = [
 EXACT = 1e-3  # largest difference of a log-probability, fp32 on both sides, sums in another order
 COARSE = 0.1  # bf16; weights that did not arrive are off by nats
 ROUNDS = 3
-SHARE = ("--vllm-gpu-memory-utilization", "0.1")
+SHARE = ("--vllm-gpu-memory-utilization", "0.1", "--vllm-kv-cache-memory-bytes", str(1 << 28))
+"""Of the GPU, for the engine of a run. With the size of its cache given vLLM does not measure what is free, which other
+processes change meanwhile."""
 WAYS = {"graphs": (), "eager": ("--enforce-eager",)}
 """With torch.compile and CUDA graphs, as vLLM starts by itself, and without."""
 
@@ -44,11 +46,8 @@ WAYS = {"graphs": (), "eager": ("--enforce-eager",)}
 @pytest.fixture(scope="module", params=WAYS)
 def gpu_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     model = tiny_models.make_qwen3(tmp_path_factory.mktemp("model"))
-    config = engine_config(model, 512, device="cuda", bf16=False)
-    config = dataclasses.replace(
-        config,
-        vllm_flags=[*WAYS[request.param], "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", "268435456"],
-    )
+    config = engine_config(model, 512, device="cuda", bf16=False, vllm_kv_cache_memory_bytes=1 << 28)
+    config = dataclasses.replace(config, vllm_flags=[*WAYS[request.param], "--gpu-memory-utilization", "0.1"])
     yield from started(config, tmp_path_factory.mktemp("engine"))
 
 

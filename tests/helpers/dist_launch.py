@@ -6,7 +6,8 @@ Each process gets a `Ranks` as the first argument and its answer is pickled back
 shown and the others are ended: a test never waits for a collective whose peer is gone.
 
 One process is started, which forks the ranks. Imports would dominate a launch: what `preload` imports is imported once,
-before the fork, for all of them. It may not start threads or touch a GPU, neither of which survives a fork.
+before the fork, for all of them. It may not touch a GPU, which does not survive a fork. Nor do threads: where an import
+started some (on a machine with a GPU), each rank is a new process that imports for itself.
 """
 
 from __future__ import annotations
@@ -145,13 +146,17 @@ def _parent(job: Path) -> None:
         preload, world_size = pickle.load(file)
     if preload is not None:
         _function(preload)()
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would not survive the fork"
+    can_fork = len(list(Path("/proc/self/task").iterdir())) == 1
     ranks: dict[int, int] = {}  # by process id
     signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in ranks])
     for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            _rank(job, rank)
+        if can_fork:
+            pid = os.fork()
+            if pid == 0:
+                _rank(job, rank)
+        else:
+            command = [sys.executable, "-m", "tests.helpers.dist_launch", str(job), str(rank)]
+            pid = os.posix_spawn(sys.executable, command, os.environ)
         ranks[pid] = rank
     while ranks:
         pid, status = os.wait()
@@ -186,4 +191,7 @@ def _function(path: str) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    _parent(Path(sys.argv[1]))
+    if len(sys.argv) == 2:
+        _parent(Path(sys.argv[1]))
+    else:
+        _rank(Path(sys.argv[1]), int(sys.argv[2]))

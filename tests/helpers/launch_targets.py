@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 from tests.helpers.dist_launch import Ranks, _write
@@ -27,3 +28,7 @@ def wait_for_ever(ranks: Ranks) -> None:
     _write(ranks.directory / f"pid-{ranks.rank}", str(os.getpid()))
     while True:
         time.sleep(1)
+
+
+def start_a_thread() -> None:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()

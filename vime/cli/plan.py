@@ -166,7 +166,7 @@ def unmeasured(config: Config, *, with_passes: bool) -> list[str]:
         lengths = pack_lengths(config)
         lines.append(
             f"activations: of packs of {sum(lengths)} tokens in {len(lengths)} sequence(s), nearly all response; "
-            "experts get equally many tokens. Counted by shape; never compared with a GPU."
+            "experts get equally many tokens. Counted by shape; an H100 took 2.7 % more in the one case measured."
         )
         if config.rollout.rollout_max_prompt_len is None:
             lines.append("prompts count as 1 token: say --rollout-max-prompt-len, or longer packs are possible.")

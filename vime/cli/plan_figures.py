@@ -20,8 +20,9 @@ from vime.types import Role
 GIB = 2**30
 RESERVE_GIB = 4.0
 """Of a GPU, for what is not counted: its context, buffers of NCCL, gaps of the allocator. Assumed, never measured."""
-TFLOPS = 350.0
-"""Of one GPU that trains, when not said: 35 % of an H100's dense bf16 peak. Assumed, never measured."""
+TFLOPS = 140.0
+"""Of one GPU that trains, when not said: an H100 did 143 with a model of 0.5 B and `local` layers (docs/log.md,
+2026-11-27). Larger models and Transformer Engine should do more; neither was measured."""
 UPDATE_GB_PER_S = 1.0
 """Of the weights to the engines, when not said. Assumed, never measured."""
 COLUMNS = ("models", "stage", "ranks", "parameters", "weights", "gradients", "optimizer", "activations", "peak")
@@ -163,7 +164,7 @@ def _speed(config: Config, parts: Sequence[Part], figures: Estimate) -> list[str
     shared = ", which are those of the policy's ranks" if cluster.colocate else ""
     lines = [
         f"{num_trainers} trainer ranks, {cluster.num_engines} engine(s) of {gpus} GPU(s){shared}",
-        "Estimates, never compared with a GPU:",
+        "Estimates:",
         f"  trainer: {figures.trainer_tokens_per_sec:,.0f} response tokens/s ({assumed})",
         f"  weight update: {figures.update_secs:.1f} s for {figures.update_gb:.1f} GB ({rate})",
     ]

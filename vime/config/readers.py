@@ -179,7 +179,6 @@ READ_WHEN = (
         lambda config: config.cluster.ray_address is not None,
         "with --ray-address",
     ),
-    Condition(("vllm_kv_cache_memory_bytes",), lambda config: config.cluster.device == "cpu", "with --device cpu"),
     Condition(
         ("eps_clip_high",), lambda config: config.algo.loss_type == "policy_loss", "with --loss-type policy_loss"
     ),

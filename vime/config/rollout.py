@@ -233,9 +233,9 @@ class EngineConfig:
     """
 
     vllm_server_concurrency: int = flag(64, "requests in flight per engine", minimum=1)
-    vllm_kv_cache_memory_bytes: int = flag(
-        128 << 20,
-        "KV cache of one CPU engine, bytes; a GPU engine uses vLLM's own gpu-memory-utilization",
+    vllm_kv_cache_memory_bytes: int | None = flag(
+        None,
+        "KV cache of one engine, bytes; empty: 128 MiB on the CPU, what --vllm-gpu-memory-utilization leaves on a GPU",
         minimum=1 << 20,
     )
     vllm_router_ip: str | None = flag(

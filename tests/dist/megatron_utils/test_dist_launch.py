@@ -33,6 +33,18 @@ def test_answers_come_back_by_rank_and_ports_agree(tmp_path: Path) -> None:
     assert first[2] == second[2]
 
 
+def test_ranks_of_a_parent_with_a_thread_are_new_processes(tmp_path: Path) -> None:
+    answers = launch(
+        "tests.helpers.launch_targets:meet",
+        world_size=2,
+        directory=tmp_path,
+        arguments={"greeting": "hello"},
+        deadline_s=120,
+        preload="tests.helpers.launch_targets:start_a_thread",
+    )
+    assert [answer[:2] for answer in answers] == [("hello", 0), ("hello", 1)]
+
+
 def test_the_traceback_of_the_failing_rank_is_shown_and_its_peer_is_ended(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1 raised.*rank one has had enough"):
         launch(

@@ -41,7 +41,7 @@ def test_engines_share_a_file_of_keys_which_the_first_makes(tmp_path: Path) -> N
 def test_flags_of_training_are_read_and_a_wrong_one_is_refused(tmp_path: Path, capsys) -> None:
     model = str(write_model_directory(tmp_path / "model"))
     config = read_flags(["--hf-checkpoint", model, "--device", "cpu", "--lr", "1", "--prompt-data", "nowhere.jsonl"])
-    assert config.engine.vllm_kv_cache_memory_bytes > 0
+    assert config.engine.vllm_server_concurrency > 0
     words = ["engine", "--listen", "127.0.0.1:8199", "--keys", str(tmp_path / "keys"), "--hf-checkpoint", model]
     assert main([*words, "--no-such-flag"]) == 2
     assert "--no-such-flag" in capsys.readouterr().err

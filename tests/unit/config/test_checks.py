@@ -349,7 +349,6 @@ READ = {
     "eval_config": (["{model}/sets.toml"], []),
     "network_interface": (["eth1"], ["--ray-address", "10.0.0.1:6379"]),
     "coordinator_node": (["node-1"], ["--ray-address", "10.0.0.1:6379"]),
-    "vllm_kv_cache_memory_bytes": (["2000000"], []),
     "vllm_server_concurrency": (["8"], []),
     "eps_clip_high": (["0.3"], []),
     "micro_batch_size": (["2"], []),
@@ -394,7 +393,6 @@ UNREAD = {  # where the default already reads it: the flags under which nothing 
     "micro_batch_size": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "512"],
 }
 ON_ANOTHER_MACHINE = {
-    "vllm_kv_cache_memory_bytes",
     "input_key",
     "label_key",
     "metadata_key",
@@ -426,15 +424,6 @@ def test_keys_of_records_are_not_read_without_records(model_dir: Path) -> None:
     ):
         parse_command_line([*flags, "--reasoning-gym", "chain_sum", "--input-key", "q", "--label-key", "a"])
     parse_command_line([*flags, "--reasoning-gym", "chain_sum", "--reasoning-gym-size", "5"])
-
-
-def test_a_cache_size_of_the_cpu_engine_is_not_read_on_a_gpu(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vime.config.checks.has_cuda", lambda: True)
-    flags = [*("--device", "cuda", "--actor-num-gpus-per-node", "1"), "--vllm-kv-cache-memory-bytes", "2000000"]
-    with pytest.raises(
-        ConfigError, match=r"--vllm-kv-cache-memory-bytes 2000000: no effect here. Read only with --device cpu"
-    ):
-        resolved(model_dir, *flags)
 
 
 def test_the_memory_of_a_gpu_is_read_on_one(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

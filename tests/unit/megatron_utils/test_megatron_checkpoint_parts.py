@@ -10,8 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from vime.backends.megatron_utils import checkpoint
+from vime.backends.megatron_utils.checkpoint_writer import PendingSave
 from vime.types import CheckpointError
 
 
@@ -86,3 +90,36 @@ def test_an_optimizer_without_moments_is_a_checkpoint_error_with_its_cause(
     with pytest.raises(CheckpointError, match="exp_avg") as caught:
         checkpoint.save(tmp_path / "new", [], policy(), with_optimizer=True, group=None, in_background=False)  # type: ignore[arg-type]
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+class OnGpu(torch.Tensor):
+    """Says that it lies on a GPU; `cpu` gives a plain copy, as a tensor there does."""
+
+    is_cpu = False
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_tensors_of_a_gpu_are_written_from_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, file = torch.arange(6.0), tmp_path / "part"
+    item = WriteItem(
+        index=MetadataIndex("weight", torch.Size([0]), 0),
+        type=WriteItemType.TENSOR,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size([0]), sizes=tensor.shape),
+            properties=TensorProperties.create_from_tensor(tensor),
+            size=tensor.shape,
+        ),
+    )
+    writer = FileSystemWriterAsync(tmp_path, thread_count=1)
+    writer.write_buckets = [(str(file), file.name, ([], [(item, tensor.as_subclass(OnGpu))]))]
+    pending = PendingSave(tmp_path, SimpleNamespace(writer=writer, metadata=None), group=None)  # type: ignore[arg-type]
+    agreed: list[object] = []
+    monkeypatch.setattr(pending, "_agree", agreed.append)  # by collectives, which are not what this is about
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    pending.run()
+    [[result]] = agreed
+    assert result.index.fqn == "weight"
+    assert torch.equal(torch.load(file), tensor)
+    assert pending.hashes[file][0] == file.stat().st_size

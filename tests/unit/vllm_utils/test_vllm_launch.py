@@ -136,6 +136,20 @@ def test_a_list_of_plugins_gets_ours_added_once():
     assert engine_environment(cpu(), {"VLLM_PLUGINS": both})["VLLM_PLUGINS"] == both
 
 
+def test_an_engine_in_fp32_on_a_gpu_computes_attention_in_fp32_unless_the_user_says_otherwise():
+    name, fp32 = "TRITON_F32_DEFAULT", parse(["--device", "cuda", "--no-bf16"])
+    assert engine_environment(fp32, {})[name] == "ieee"
+    assert name not in engine_environment(fp32, {name: "tf32"})
+    assert name not in engine_environment(parse(["--device", "cuda", "--bf16"]), {})
+
+
+def test_a_gpu_engine_gets_a_cache_size_only_where_one_is_given():
+    assert "--kv-cache-memory-bytes" not in command(parse(["--device", "cuda"]))
+    given = command(parse(["--device", "cuda", "--vllm-kv-cache-memory-bytes", "2097152"]))
+    assert value(given, "--kv-cache-memory-bytes") == "2097152"
+    assert value(command(cpu()), "--kv-cache-memory-bytes") == str(128 << 20)
+
+
 def test_gpu_environment_has_nothing_of_the_cpu_profile():
     changes = engine_environment(parse(["--device", "cuda"]), {})
     assert not {"TORCH_COMPILE_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS"} & changes.keys()

@@ -16,6 +16,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Protocol, cast
 
@@ -60,7 +61,7 @@ class Transforms(Protocol):
     def transform_save_stream(self, item: WriteItem, stream: IO[bytes]) -> tuple[IO[bytes], list[str]]: ...
 
 
-Bucket = tuple[str, str, tuple[list[object], list[tuple[WriteItem, Tensor]]]]
+Bucket = tuple[str, str, tuple[list[object], Iterable[tuple[WriteItem, Tensor]]]]
 """File, key, and what is written there: objects, which are bytes already, and tensors."""
 
 
@@ -157,11 +158,15 @@ class PendingSave:
         running: queue.Queue[int] = queue.Queue()
         running.put(0)
         hashed = HashedFile(self._writer.transforms)
+        file, key, (objects, tensors) = bucket
+        # megatron's function takes no tensor of a GPU; one at a time, so that the host holds no second copy of them all
+        on_host = ((item, tensor.cpu()) for item, tensor in tensors)
+        bucket = (file, key, (objects, on_host))
         FileSystemWriterAsync.write_preloaded_data([hashed], 0, bucket, answers, running, use_fsync=True)
         _, results = answers.get_nowait()
         if isinstance(results, Exception):
             raise results
-        self.hashes[Path(bucket[0])] = hashed.entry
+        self.hashes[Path(file)] = hashed.entry
         return results
 
     def _agree(self, mine: list[WriteResult] | str) -> str | None:

@@ -36,6 +36,7 @@ SERVED_MODEL = "policy"
 FLAG_LIST_MODULE = "vime.backends.vllm_utils.flag_list"
 LIST_FLAGS_TIMEOUT_S = 180
 MAX_NUM_SEQS_CPU = 128  # default of vLLM 0.32 for one CPU worker
+KV_CACHE_BYTES_CPU = 128 << 20
 BLOCK_SIZE_CPU = 32
 LATENT_BACKEND_CPU = "CPU_MLA"  # the one that vLLM chooses where it finds AMX takes no fp32
 LATENT_OPS_CPU = {"custom_ops": ["all", "-rotary_embedding"]}
@@ -96,6 +97,9 @@ DEFAULT_ENV_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" pins every engine of the machine to the same core
     "OMP_NUM_THREADS": "1",
 }
+DEFAULT_ENV_GPU_FP32 = {
+    "TRITON_F32_DEFAULT": "ieee",  # Triton's own default is TF32: attention was off by 9e-3 nats on an H100
+}
 
 
 def engine_command(config: Config, *, index: int, host: str, port: int) -> list[str]:
@@ -121,9 +125,12 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
         command += adapter_flags(config.lora)
     if config.debug.reference_mode:
         command += reference_flags(config)
+    # On the CPU always: vLLM otherwise takes 92 % of the memory node. With eager mode it also skips the warm-up.
+    cache_bytes = config.engine.vllm_kv_cache_memory_bytes or (KV_CACHE_BYTES_CPU if on_cpu else None)
+    if cache_bytes is not None:
+        command += ["--kv-cache-memory-bytes", str(cache_bytes)]
     if on_cpu:
-        # Explicit cache size: vLLM otherwise takes 92 % of the memory node. With eager mode it also skips the warm-up.
-        command += ["--enforce-eager", "--kv-cache-memory-bytes", str(config.engine.vllm_kv_cache_memory_bytes)]
+        command += ["--enforce-eager"]
         if not config.debug.reference_mode:  # there one sequence runs at a time and nothing is shared
             command += ["--block-size", str(BLOCK_SIZE_CPU)]
         if has_latent_attention(config.model.hf_checkpoint):
@@ -161,7 +168,8 @@ def engine_environment(config: Config, inherited: Mapping[str, str]) -> dict[str
     required = {**REQUIRED_ENV, **(REQUIRED_ENV_CPU if on_cpu else {})}
     if config.debug.reference_mode:
         required |= DEFAULT_ENV_CPU
-    defaults = {**DEFAULT_ENV, **(DEFAULT_ENV_CPU if on_cpu else {})}
+    of_device = DEFAULT_ENV_CPU if on_cpu else {} if config.parallel.bf16 else DEFAULT_ENV_GPU_FP32
+    defaults = {**DEFAULT_ENV, **of_device}
     changes = {name: value for name, value in defaults.items() if name not in inherited} | required
     if inherited.get(MMAP_THRESHOLD) == KEEP_FREED_MEMORY[MMAP_THRESHOLD]:  # a local Ray set it, not the user
         changes[MMAP_THRESHOLD] = str(LARGE_BLOCK_BYTES)
