@@ -7,6 +7,7 @@
 # without it the same round trained in another life may differ in the last bit of a gradient (docs/log.md).
 # MODEL=DIR: made by benchmarks/agent_sdks/chat_model.py before.
 # WORKERS=2: rollout workers in processes of their own, each with its server of sessions, which are killed too.
+# MODE=external: the run has a gateway for jobs outside, which is killed too. Default: streaming.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${1:?usage: ./scripts/agents_chaos.sh OUT [SESSIONS] [KILLS] [SEED]}
@@ -25,7 +26,7 @@ MODEL=${MODEL:-$OUT/model}
 [ -e "$MODEL/train.jsonl" ] || "$PYTHON" -m benchmarks.agent_sdks.chat_model "$MODEL" --steps "$STEPS" --prompts $((GROUPS_A_ROUND * ROUNDS))
 FLAGS=(
   --device cpu --hf-checkpoint "$MODEL" --prompt-data "$MODEL/train.jsonl" --input-key input --label-key label
-  --transferqueue-mode streaming --transferqueue-lease-timeout-secs 60
+  --transferqueue-mode "${MODE:-streaming}" --transferqueue-lease-timeout-secs 60
   --num-rollout "$ROUNDS" --rollout-batch-size $GROUPS_A_ROUND --n-samples-per-prompt $SAMPLES --keep-checkpoints 3
   --debug-engine-module "benchmarks.agent_sdks.${ENGINE}_engine"
   --custom-rm-path scripts/chaos_reward.py:even_share --lr 1e-4 --use-dynamic-batch-size --max-tokens-per-gpu 4096
