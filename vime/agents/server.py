@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 
 from vime.agents.task import AgentTask
 from vime.backends.vllm_utils.reply_parser import make_reply_parser
+from vime.config.deadlines import generate_deadline_s
 from vime.config.parse import Args
 from vime.protocols import SamplingParams
 from vime.rollout.generation import engine_client, train_sampling_params
@@ -52,7 +53,7 @@ class AgentServer:
             sampling_params=train_sampling_params(args),
             idle_s=args.agent_timeout_secs,
         )
-        self._timeout_s = args.generate_timeout_secs
+        self._timeout_s = generate_deadline_s(args.config)
         self._ended: deque[Live] = deque()
         model = Path(args.hf_checkpoint).name
         # nobody but this process makes sessions, so nobody is told the key that makes them

@@ -19,6 +19,7 @@ from vime.backends.vllm_utils.launch import engine_command, engine_environment, 
 from vime.backends.vllm_utils.process import ServerProcess, server_environment
 from vime.cli.commands import Commands
 from vime.config.checks import resolve
+from vime.config.deadlines import start_deadline_s
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config, collect
 from vime.config.paths import absolute_paths
@@ -129,7 +130,7 @@ def serve(config: Config, host: str, port: int, keys: EngineKeys, log: Path, key
     try:
         engine.start()
         say(f"starting, log {log}")
-        engine.wait_ready(config.cluster.start_timeout_secs)
+        engine.wait_ready(start_deadline_s(config))
         is_ready.set()
         say(f"ready: {ADDRS_FLAG} {url.removeprefix('http://')} {keys_flag}")
         while not ended.wait(CHECK_S):

@@ -7,6 +7,7 @@ import shlex
 import shutil
 from pathlib import Path
 
+from vime.config.deadlines import generate_deadline_s
 from vime.config.parse import Config
 from vime.types import ConfigError
 
@@ -49,10 +50,11 @@ def check_agents(config: Config) -> None:
             raise ConfigError(
                 f"--agent-command {agents.agent_command!r}: no program {words[:1]} is found. Give its path."
             )
-    if agents.agent_timeout_secs >= rollout.generate_timeout_secs:
+    deadline_s = generate_deadline_s(config)
+    if agents.agent_timeout_secs >= deadline_s:
         raise ConfigError(
             f"--agent-timeout-secs {agents.agent_timeout_secs:g} is not below --generate-timeout-secs "
-            f"{rollout.generate_timeout_secs:g}, which ends the run. Raise that one."
+            f"{deadline_s:g}, which ends the run. Raise that one."
         )
     if not has_chat_template(Path(config.model.hf_checkpoint)):
         raise ConfigError(

@@ -96,7 +96,10 @@ class ClusterConfig:
         "which own the run directory's files; empty: the node of this process, or the first that has CPUs",
     )
     start_timeout_secs: float = flag(
-        300.0, "deadline for every part to start (Ray placement, queue, engines, trainer ranks), seconds", minimum=5
+        300.0,
+        "deadline for every part to start (Ray placement, queue, engines, trainer ranks), seconds; one more for each "
+        "100 MB of the checkpoint where it is read",
+        minimum=5,
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Deadlines that grow with the model: known before a wait begins, to everybody who waits."""
+"""Deadlines that grow with the model and its answers: known before a wait begins, to everybody who waits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,35 @@ STEP_TOKENS = 2048
 """Most tokens of one step of vLLM's CPU engine, as its default has it."""
 SLOW_FLOPS = 5e9
 """Operations a second of a core that other programs use too: a tenth of what a free one does."""
+SHORT_TOKENS = 8192
+"""Of an answer that the default of --generate-timeout-secs is for."""
+TOKENS_PER_S = 20
+"""Of one sequence in a full batch of an engine on a GPU, low on purpose."""
+READ_BYTES_PER_S = 10**8
+"""Of a checkpoint on a slow network disk, compiling included."""
 
 
 def update_deadline_s(config: Config) -> float:
     """--update-weight-timeout-secs, and a second for each whole GB that travels. That is taken as twice the files of
     the checkpoint: bf16 may be trained and sent in fp32."""
+    return config.weights.update_weight_timeout_secs + 2 * _checkpoint_bytes(config) // 10**9
+
+
+def start_deadline_s(config: Config) -> float:
+    """--start-timeout-secs, and a second for each 100 MB of the checkpoint's files, for a part that reads them."""
+    return config.cluster.start_timeout_secs + _checkpoint_bytes(config) // READ_BYTES_PER_S
+
+
+def generate_deadline_s(config: Config) -> float:
+    """--generate-timeout-secs, and a second for each 20 tokens of the longest answer beyond 8,192: those of 32k take
+    half an hour in a full batch."""
+    longest = max(config.rollout.rollout_max_response_len, config.eval.eval_max_response_len or 0)
+    return config.rollout.generate_timeout_secs + max(0, longest - SHORT_TOKENS) // TOKENS_PER_S
+
+
+def _checkpoint_bytes(config: Config) -> int:
     files = Path(config.model.hf_checkpoint).expanduser().glob("*.safetensors")
-    sent = 2 * sum(file.stat().st_size for file in files)
-    return config.weights.update_weight_timeout_secs + sent // 10**9
+    return sum(file.stat().st_size for file in files)
 
 
 def health_deadline_s(config: Config) -> float:

@@ -109,7 +109,11 @@ class RolloutConfig:
     custom_generate_function_path: str | None = flag(
         None, "async def generate(args, sample, sampling_params)", path=PathKind.PLUGIN
     )
-    generate_timeout_secs: float = flag(600.0, "deadline of one generation request, seconds", minimum=0.1)
+    generate_timeout_secs: float = flag(
+        600.0,
+        "deadline of one generation request, seconds; one more for each 20 tokens of the longest answer beyond 8192",
+        minimum=0.1,
+    )
     rollout_timeout_secs: float = flag(3600.0, "deadline of one round of generation, seconds", minimum=1)
     rollout_sample_filter_path: str | None = flag(
         None, "def mark(args, groups): sets sample.remove_sample to leave samples out of the loss", path=PathKind.PLUGIN

@@ -15,6 +15,7 @@ from typing import Protocol
 import ray
 from ray import ObjectRef
 
+from vime.config.deadlines import generate_deadline_s
 from vime.config.parse import Config
 from vime.observability.requests import (
     Answer,
@@ -97,7 +98,7 @@ class FleetChanges:
                     "stopped or added alone. Start the run again with other numbers."
                 )
             if request.command == "drain":
-                within_s = request.within_s or self._config.rollout.generate_timeout_secs
+                within_s = request.within_s or generate_deadline_s(self._config)
                 self._open[name] = _Drain(
                     self._run_dir, self._engines, self._rooms, self._engines.drain(request.engine), within_s
                 )

@@ -16,7 +16,7 @@ from vime.backends.vllm_utils.control import KV_CACHE, WEIGHTS, FleetControl
 from vime.backends.vllm_utils.external import run_keys
 from vime.backends.vllm_utils.router import CHANGE_S, RouterLostError
 from vime.config.colocation import shared_ranks
-from vime.config.deadlines import health_deadline_s, update_deadline_s
+from vime.config.deadlines import health_deadline_s, start_deadline_s, update_deadline_s
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.ray.actor import Actor, Options
@@ -85,7 +85,7 @@ class Engines:
         self._asleep: tuple[str, ...] = ()  # parts of the engines' memory, in the order in which they wake up
         self._is_discarded = False  # no engine has weights until an update brings them
         self._is_stopped = False
-        self._deadline_s, self._health_s = config.cluster.start_timeout_secs, health_deadline_s(config)
+        self._deadline_s, self._health_s = start_deadline_s(config), health_deadline_s(config)
         self._router: ManagedRouter | None = None
         outside = config.cluster.rollout_external_engine_addrs
         self._engines = [

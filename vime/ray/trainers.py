@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 import ray
 from ray import ObjectRef
 
-from vime.config.deadlines import update_deadline_s
+from vime.config.deadlines import start_deadline_s, update_deadline_s
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER
 from vime.data.rows import TrainRow
@@ -360,7 +360,7 @@ class Ranks:
 
     def wait_ready(self, on_poll: Callable[[], None] | None = None) -> str:
         """Return the name of rank 0's device."""
-        deadline_s = self._config.cluster.start_timeout_secs
+        deadline_s = start_deadline_s(self._config)
         return self._wait(self._starting, f"{self._name} ranks to build the model", deadline_s, on_poll)[0]
 
     def sleep(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TypeVar
 
+from vime.config.deadlines import generate_deadline_s
 from vime.config.parse import Args
 from vime.protocols import SamplingParams
 from vime.rollout.abort_scope import is_aborting
@@ -132,7 +133,7 @@ def engine_client(args: Args) -> EngineClient:
         _CLIENTS[url] = EngineClient(
             url,
             max_in_flight=-(-num_requests // args.num_rollout_workers),  # of each process that generates
-            timeout_s=args.generate_timeout_secs,
+            timeout_s=generate_deadline_s(args.config),
             key=_engine_key,
         )
     return _CLIENTS[url]
@@ -179,7 +180,7 @@ async def _finish(
     if params["max_tokens"] < 1:
         sample.status = SampleStatus.TRUNCATED
         return
-    deadline_s = args.generate_timeout_secs
+    deadline_s = generate_deadline_s(args.config)
     try:
         async with asyncio.timeout(deadline_s if parts else None):
             while (not parts or parts[-1].finish_reason == "abort") and not is_aborting():

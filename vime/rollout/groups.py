@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 
+from vime.config.deadlines import generate_deadline_s
 from vime.config.parse import Args
 from vime.observability.events import span
 from vime.protocols import SamplingParams, calling_plugin
@@ -137,7 +138,7 @@ async def _generate_custom(
     function = plugin(args, "custom_generate_function_path")
     assert function is not None
     where = f"--custom-generate-function-path {args.custom_generate_function_path}, sample {sample.index}"
-    deadline_s = args.generate_timeout_secs
+    deadline_s = generate_deadline_s(args.config)
     group_index, index = sample.group_index, sample.index
     call = generate_call(function, args, sample, copy.deepcopy(sampling_params), evaluation=evaluation)
     try:

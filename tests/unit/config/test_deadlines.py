@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vime.config.deadlines import health_deadline_s, update_deadline_s
+from vime.config.deadlines import generate_deadline_s, health_deadline_s, start_deadline_s, update_deadline_s
 from vime.config.parse import Config
 
 
@@ -33,3 +33,16 @@ def test_an_engine_on_a_cpu_may_be_in_a_step_of_prompts_when_it_is_asked_how_it_
     )
     config = Config().replace(hf_checkpoint=str(tmp_path), device=device, engine_health_timeout_secs=60.0)
     assert health_deadline_s(config) == 60 + more_s
+
+
+def test_a_part_that_reads_the_checkpoint_has_a_second_more_for_each_100_megabytes_of_it(tmp_path):
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(61_000_000_000)  # 30B in bf16
+    config = Config().replace(hf_checkpoint=str(tmp_path), start_timeout_secs=300.0)
+    assert start_deadline_s(config) == 300 + 610
+
+
+@pytest.mark.parametrize(("train", "evaluation", "more_s"), [(8, None, 0), (32_768, None, 1228), (100, 16_000, 390)])
+def test_a_request_has_a_second_more_for_each_20_tokens_of_a_long_answer(train, evaluation, more_s):
+    lengths = {"rollout_max_response_len": train, "eval_max_response_len": evaluation}
+    assert generate_deadline_s(Config().replace(generate_timeout_secs=600.0, **lengths)) == 600 + more_s
