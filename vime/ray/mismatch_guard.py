@@ -34,7 +34,7 @@ from vime.ray.rank_rounds import TrainedRound
 from vime.ray.rollout_manager import GeneratedRound, RolloutManager, SampleText
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
-from vime.training.evidence import COMPARED, DIFFERENCE, RESCORED, MeasuredMismatch, merge, of_rows
+from vime.training.evidence import COMPARED, RESCORED, MeasuredMismatch, merge, of_rows
 from vime.types import EngineError, MismatchError, SamplingRule, Version, VimeError
 from vime.weights.versions import VersionLedger
 
@@ -68,7 +68,6 @@ class MismatchGuard:
         self._trainers, self._manager, self._engines = trainers, manager, engines
         self._screen, self._events = screen, events
         self._is_judged = config.agreement.on_train_rollout_diff != "ignore"
-        self._largest: dict[Stage, float] = {}  # what was recorded: such a difference is not recorded each round again
         self._rule = SamplingRule(temperature=config.rollout.rollout_temperature)
         self._unconfirmed: GeneratedRound | None = None  # trained, but none of its tokens could be compared
         self._rescored: dict[int, dict[str, float]] = {}  # by round, until it is trained
@@ -77,20 +76,16 @@ class MismatchGuard:
         self, generated: GeneratedRound, version: Version, on_poll: Callable[[], None] | None = None
     ) -> TrainedRound:
         """One round on every rank. A mismatch is recorded before any weight moves; with `warn` the round is then
-        trained as it is (its first step is computed again). Later rounds are recorded when theirs is twice as large,
-        and otherwise trained at once, with a warning."""
+        trained as it is (its first step is computed again)."""
         rollout_id, ticket, num_begun = generated.rollout_id, generated.ticket, generated.num_begun
         assert ticket is not None, "a run that trains has tickets"
         train = partial(self._ranks.train, rollout_id, ticket, version, num_begun=num_begun, on_poll=on_poll)
-        trained = train(threshold=self._limit(Stage.BEFORE_TRAINING) if self._is_judged else None)
+        trained = train(is_judged=self._is_judged)
         if not isinstance(trained, TrainedRound):
             found, stage = merge(trained), Stage.BEFORE_TRAINING
             self._record_above(found, rollout_id=rollout_id, stage=stage, version=version, rule=self._rule)
-            trained = train(threshold=None)
+            trained = train(is_judged=False)
         assert isinstance(trained, TrainedRound), "a round that is not judged is trained"
-        found_mean = trained.metrics.get(DIFFERENCE, 0.0)
-        if self._threshold < found_mean <= self._limit(Stage.BEFORE_TRAINING) and self._is_judged:
-            self._warn_again(rollout_id, found_mean, Stage.BEFORE_TRAINING)
         self._unconfirmed = generated if trained.metrics.get(COMPARED) == 0 else None
         return dataclasses.replace(trained, metrics=trained.metrics | self._rescored.pop(rollout_id, {}))
 
@@ -150,10 +145,6 @@ class MismatchGuard:
         assert threshold is not None, "resolved at start"
         return threshold
 
-    def _limit(self, stage: Stage) -> float:
-        """Above which a difference is recorded."""
-        return max(self._threshold, 2 * self._largest.get(stage, 0.0))
-
     def _probes_of(self, fleet: FleetControl | None) -> MismatchProbes:
         return MismatchProbes(
             self._config, trainers=self._ranks, fleet=fleet, texts_of=self._texts, threshold=self._threshold
@@ -169,13 +160,9 @@ class MismatchGuard:
         rule: SamplingRule,
         is_current: bool = True,
     ) -> None:
-        """Above the threshold: write the record, say so, and raise MismatchError under --on-train-rollout-diff stop.
-        A difference that is not twice one recorded before is said only."""
-        if not found.mean > self._limit(stage):
-            if found.mean > self._threshold:
-                self._warn_again(rollout_id, found.mean, stage)
+        """Above the threshold: write the record, say so, and raise MismatchError under --on-train-rollout-diff stop."""
+        if not found.mean > self._threshold:
             return
-        self._largest[stage] = found.mean
         self._screen.activity("recording where trainer and engine differ")
         # the trainers score the rows; with --colocate the engines are asleep meanwhile
         record = self._probes_of(None if self._config.cluster.colocate else self._fleet).record(
@@ -202,13 +189,6 @@ class MismatchGuard:
         if self._config.agreement.on_train_rollout_diff == "stop":
             raise MismatchError(f"{message} (--on-train-rollout-diff stop)")
         self._screen.warn(message)
-
-    def _warn_again(self, rollout_id: int, mean: float, stage: Stage) -> None:
-        self._screen.warn(
-            f"round {rollout_id}, {stage.words}: trainer and engine differ by {mean:.3g} nats a token, expected at "
-            f"most {self._threshold:g}. Its rows are not recorded: the difference is not twice the "
-            f"{self._largest[stage]:.3g} that `vime diagnose {self._run_dir}` explains."
-        )
 
     def _images(self, rollout_id: int, rows: Sequence[TrainRow]) -> RowImages:
         """Return the images of the rows for an engine. Nobody is asked for those of rows that have none."""

@@ -147,12 +147,12 @@ class TrainerActor:
         ticket: RoundTicket,
         version: Version,
         given: ArrayColumns,
-        threshold: float | None,
+        is_judged: bool,
         num_begun: int,
     ) -> RankRound | MeasuredMismatch:
         """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
         columns of roles that other ranks play; `num_begun`: early batches of the round that `ticket` does not hold.
-        Returns how far trainer and engine are apart when that exceeds `threshold`: then no weight has moved."""
+        Returns how far trainer and engine are apart when that exceeds the threshold: then no weight has moved."""
         from vime.training.columns import RETURN, from_arrays, to_arrays
         from vime.training.device import peak_memory_gib
         from vime.training.mismatch import Judge, LogprobMismatch
@@ -169,6 +169,7 @@ class TrainerActor:
             plan, rows = begun.joined()
         every_row = list(rows.values()) if begun is None or begun.is_spent else begun.rows_with(rows)
         staleness = check_staleness(every_row, version=version, max_staleness=bound)
+        threshold = self._config.agreement.train_rollout_diff_threshold if is_judged else None
         judge = Judge(version=version, threshold=threshold)
         columns: Columns = {}
         try:
@@ -497,12 +498,12 @@ class Trainers:
         ticket: RoundTicket,
         version: Version,
         *,
-        threshold: float | None,
+        is_judged: bool,
         num_begun: int = 0,
         on_poll: Callable[[], None] | None = None,
     ) -> TrainedRound | list[MeasuredMismatch]:
-        """Train the round. Returns its results, or every rank's MeasuredMismatch when trainer and engine are further
-        apart than `threshold` (nats a token; None: not judged).
+        """Train the round. Returns its results, or every rank's MeasuredMismatch when trainer and engine are too far
+        apart.
 
         `num_begun`: the early batches of it that `begin` got. Each rank checked the staleness of its own rows. Replicas
         have equally many ranks, so their rows together give the mean of the round.
@@ -513,7 +514,7 @@ class Trainers:
         for columns in all_results(waits):
             given |= merged_columns(columns)
         wait = self._policy.begin(
-            TrainerActor.train, rollout_id, ticket, version, sent_once(given), threshold, num_begun
+            TrainerActor.train, rollout_id, ticket, version, sent_once(given), is_judged, num_begun
         )
         said = wait(on_poll=on_poll)
         results = [result for result in said if isinstance(result, RankRound)]

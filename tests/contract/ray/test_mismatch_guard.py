@@ -5,7 +5,6 @@ The scripted engine scores every token of a prompt with -1.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,10 +39,10 @@ class Ranks:
 
     def __init__(self, *answers: Any, log_prob: float = -1.0) -> None:
         self.answers, self.log_prob = list(answers), log_prob
-        self.judged: list[float | None] = []  # by which threshold
+        self.judged: list[bool] = []
 
-    def train(self, *_: Any, threshold: float | None, num_begun: int, on_poll: object) -> Any:
-        self.judged.append(threshold)
+    def train(self, *_: Any, is_judged: bool, num_begun: int, on_poll: object) -> Any:
+        self.judged.append(is_judged)
         answer = self.answers.pop(0)
         return TrainedRound(metrics=answer, stepped=[]) if isinstance(answer, dict) else answer
 
@@ -116,38 +115,20 @@ def test_a_sound_round_is_trained_once(tmp_path: Path, engine: FakeEngine) -> No
     setup = Setup(tmp_path, engine, ranks)
     assert setup.guard.train(generated(), TRAINED).metrics == {COMPARED: 8.0, DIFFERENCE: 1e-7}
     assert setup.guard.after_publish(TRAINED + 1) == {}  # the ranks have compared: no engine is asked
-    assert (ranks.judged, setup.causes, engine.calls) == ([1e-4], [], [])
+    assert (ranks.judged, setup.causes, engine.calls) == ([True], [], [])
 
 
 def test_warn_writes_a_record_and_trains_the_round_unjudged(tmp_path: Path, engine: FakeEngine) -> None:
     ranks = Ranks([mismatch()], {COMPARED: 8.0, DIFFERENCE: 1.0})
     setup = Setup(tmp_path, engine, ranks)
     assert setup.guard.train(generated(), TRAINED).metrics[DIFFERENCE] == 1.0
-    assert ranks.judged == [1e-4, None]
+    assert ranks.judged == [True, False]
     assert len(setup.causes) == 1
     record = read_record(record_path(tmp_path, TRAINED, Stage.BEFORE_TRAINING))
     assert (record.mean, record.version, record.rows[0].recorded) == (1.0, TRAINED, [-2.0] * R)
     assert f"warning: round {TRAINED}, before it was trained: trainer and engine differ by 1 nats" in (
         setup.stream.getvalue()
     )
-
-
-def test_a_difference_is_recorded_once_until_it_doubles_and_said_in_every_round(
-    tmp_path: Path, engine: FakeEngine
-) -> None:
-    larger = dataclasses.replace(mismatch(), mean=2.5)
-    fine, again = {COMPARED: 8.0, DIFFERENCE: 1e-7}, {COMPARED: 8.0, DIFFERENCE: 1.2}
-    ranks = Ranks([mismatch()], {COMPARED: 8.0, DIFFERENCE: 1.0}, again, fine, [larger], {COMPARED: 8.0})
-    setup = Setup(tmp_path, engine, ranks)
-    warned = []
-    for number in range(4):
-        before = len(setup.stream.getvalue())
-        setup.guard.train(dataclasses.replace(generated(), rollout_id=number), TRAINED)
-        warned.append("warning" in setup.stream.getvalue()[before:])
-    assert ranks.judged == [1e-4, None, 2.0, 2.0, 2.0, None]  # the second and third round are computed once
-    assert warned == [True, True, False, True]
-    assert len(setup.causes) == 2
-    assert "not twice the 1 that `vime diagnose" in setup.stream.getvalue()
 
 
 @pytest.mark.parametrize("colocate", [False, True])
@@ -166,7 +147,7 @@ def test_stop_ends_the_run_before_a_second_attempt(tmp_path: Path, engine: FakeE
     setup = Setup(tmp_path, engine, ranks, on_train_rollout_diff="stop")
     with pytest.raises(MismatchError, match=r"expected at most 0.0001. The cause: vime diagnose .* --round 4"):
         setup.guard.train(generated(), TRAINED)
-    assert ranks.judged == [1e-4]
+    assert ranks.judged == [True]
 
 
 def test_ignore_measures_only(tmp_path: Path, engine: FakeEngine) -> None:
@@ -175,7 +156,7 @@ def test_ignore_measures_only(tmp_path: Path, engine: FakeEngine) -> None:
     setup.guard.after_generation(generated(recorded=-2.0), versions())
     assert setup.guard.train(generated(), TRAINED).metrics == {COMPARED: 0.0}
     assert setup.guard.after_publish(TRAINED + 1) == {}
-    assert (ranks.judged, setup.causes, engine.calls) == ([None], [], [])
+    assert (ranks.judged, setup.causes, engine.calls) == ([False], [], [])
 
 
 def test_a_prefetched_round_is_compared_with_a_fresh_score_while_its_version_still_serves(

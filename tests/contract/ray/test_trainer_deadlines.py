@@ -95,7 +95,7 @@ def test_ctrl_c_ends_the_wait_for_a_place(trainers) -> None:
 
 def test_a_rank_that_dies_in_a_round_ends_it_at_once(trainers) -> None:
     with pytest.raises(ClusterError, match="trainer ranks to train: trainer 1 died"):
-        trainers.train(0, None, 0, threshold=None)
+        trainers.train(0, None, 0, is_judged=False)
 
 
 def test_a_save_does_not_begin_beside_a_publish_that_was_given_up(trainers) -> None:

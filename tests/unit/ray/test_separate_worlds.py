@@ -65,9 +65,9 @@ def test_every_world_computes_before_one_is_waited_for(
     trainers = Trainers(parse(FLAGS), tmp_path, None, ANYWHERE)
     if broken:
         with pytest.raises(ClusterError, match="reference ranks to compute: died"):
-            trainers.train(0, None, 0, threshold=None)
+            trainers.train(0, None, 0, is_judged=False)
     else:
-        trained = trainers.train(0, None, 0, threshold=None)
+        trained = trainers.train(0, None, 0, is_judged=False)
         assert isinstance(trained, TrainedRound)
         # one group, of which each replica has rows: 3 + 1, and twice 2**64 - 1 is 2**64 - 2 modulo 2**64
         assert trained.stepped == [SteppedGroup(7, 1, rows=4, tokens=20, trainable=8, content=2**64 - 2)]

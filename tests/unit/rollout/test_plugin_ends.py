@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vime.config.parse import Config
 from vime.protocols import calling_plugin
 from vime.rollout.groups import filter_verdict, generate_and_rm_group
 from vime.rollout.loops import rollout_loop
@@ -56,7 +57,7 @@ def arguments(**more: Any) -> Any:
         "reward_key": None,
         "rm_timeout_secs": 60.0,
         "on_reward_error": "stop",
-        "generate_timeout_secs": 60.0,
+        "config": Config(),
         "custom_generate_function_path": None,
         "dynamic_sampling_filter_path": None,
     }
