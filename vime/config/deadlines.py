@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from vime.config.eval_sets import eval_sets
 from vime.config.model_files import read_headers
 from vime.config.parse import Config
 
@@ -36,6 +37,12 @@ def generate_deadline_s(config: Config) -> float:
     half an hour in a full batch."""
     longest = max(config.rollout.rollout_max_response_len, config.eval.eval_max_response_len or 0)
     return config.rollout.generate_timeout_secs + max(0, longest - SHORT_TOKENS) // TOKENS_PER_S
+
+
+def request_deadline_s(config: Config) -> float:
+    """Of whatever any part of the run asks the engines: the longest of `generate_deadline_s`, with those of the sets of
+    --eval-config."""
+    return max(generate_deadline_s(each) for each in (config, *(one.config for one in eval_sets(config))))
 
 
 def _checkpoint_bytes(config: Config) -> int:

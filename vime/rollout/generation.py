@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TypeVar
 
-from vime.config.deadlines import generate_deadline_s
+from vime.config.deadlines import generate_deadline_s, request_deadline_s
 from vime.config.parse import Args
 from vime.protocols import SamplingParams
 from vime.rollout.abort_scope import is_aborting
@@ -133,7 +133,7 @@ def engine_client(args: Args) -> EngineClient:
         _CLIENTS[url] = EngineClient(
             url,
             max_in_flight=-(-num_requests // args.num_rollout_workers),  # of each process that generates
-            timeout_s=generate_deadline_s(args.config),
+            timeout_s=request_deadline_s(args.config),
             key=_engine_key,
         )
     return _CLIENTS[url]

@@ -120,3 +120,20 @@ def test_an_actor_that_does_not_say_how_its_engine_is_ends_the_wait_too(start, m
     engines._engines.remove(second)  # it would raise first
     with pytest.raises(WaitTimeoutError, match=r"waited \S+ s for engine-2 to say how it is"):
         check_until_raised(engines)
+
+
+def test_engines_have_a_second_more_to_start_for_each_100_megabytes_of_the_checkpoint(
+    start, monkeypatch, tmp_path: Path
+) -> None:
+    save_file({"weight": np.zeros(200_000_000, np.uint8)}, tmp_path / "model.safetensors")
+    engines = start(1, Stub, "--hf-checkpoint", str(tmp_path), "--start-timeout-secs", "50")
+    waited: list[float] = []
+
+    def recorded(_refs, *, deadline_s: float, **_) -> None:
+        waited.append(deadline_s)
+        raise EngineError("not started here")
+
+    monkeypatch.setattr("vime.ray.engines.wait_for", recorded)
+    with pytest.raises(EngineError, match="not started here"):
+        engines.wait_ready(ray.get_runtime_context().get_node_id())
+    assert waited == [50 + 2 + 30]

@@ -57,7 +57,9 @@ class Stub:
 @pytest.fixture
 def trainers(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(trainers_module, "TrainerActor", Stub)
-    made = Trainers(parse(FLAGS), tmp_path, None, ANYWHERE)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1_000_000_000)  # takes no space
+    made = Trainers(parse([*FLAGS, "--hf-checkpoint", str(tmp_path)]), tmp_path, None, ANYWHERE)
     yield made
     made.stop()
 
@@ -78,10 +80,10 @@ def test_each_wait_has_its_own_deadline(trainers, monkeypatch) -> None:
     trainers.publish(1, [])
     assert waited == {
         "trainer rank 0 to be placed": 300,  # --start-timeout-secs
-        "trainer ranks to build the model": 300,
+        "trainer ranks to build the model": 310,  # and a second for each 100 MB of the checkpoint
         "trainer ranks to save": 7000,  # --train-timeout-secs
         "trainer ranks to release": 7000,
-        "trainer ranks to publish": 360,  # --update-weight-timeout-secs and a minute
+        "trainer ranks to publish": 362,  # --update-weight-timeout-secs, 2 s for 2 GB in fp32, and a minute
     }
 
 

@@ -1,6 +1,7 @@
 """Whatever a plug-in raises ends the call by name, with the plug-in's own line, also what Python takes for an exit."""
 
 import asyncio
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from vime.config.parse import Config
+from vime.config.parse import Args, Config
 from vime.protocols import calling_plugin
+from vime.rollout.generation import close_clients, engine_client
 from vime.rollout.groups import filter_verdict, generate_and_rm_group
 from vime.rollout.loops import rollout_loop
 from vime.rollout.rm_hub import batched_async_rm
@@ -99,6 +101,33 @@ def test_what_a_generate_function_raises_ends_the_round(file: Path, name: str) -
     group = [Sample(index=index, group_index=0) for index in range(2)]
     with pytest.raises(PluginError, match=rf"{name}, sample 0: raised (SystemExit|CancelledError).*plugins.py:"):
         rollout_loop().run(generate_and_rm_group(args, group, {}), name="a group", timeout_s=10)
+
+
+def test_a_generate_function_has_the_time_of_the_longest_answer(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float] = []
+
+    def recorded(name: str, *owners: str, deadline_s: float) -> contextlib.nullcontext[None]:
+        assert (name, owners) == ("--custom-generate-function-path", ())
+        deadlines.append(deadline_s)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("vime.rollout.groups.waiting", recorded)
+    for length in (8192, 32_768):
+        config = Config().replace(rollout_max_response_len=length, generate_timeout_secs=100.0)
+        args = arguments(custom_generate_function_path=f"{file}:exits", config=config)
+        call = generate_and_rm_group(args, [Sample(index=0, group_index=0)], {})
+        with pytest.raises(PluginError):
+            rollout_loop().run(call, name="a group", timeout_s=10)
+    assert deadlines == [100, 1328]
+
+
+async def test_a_request_to_the_engines_has_the_time_of_the_longest_answer() -> None:
+    given = {"vllm_router_ip": "127.0.0.1", "rollout_max_response_len": 32_768, "generate_timeout_secs": 100.0}
+    try:
+        client = engine_client(Args(Config().replace(vllm_router_port=1, **given)))
+        assert client._timeout_s == 1328
+    finally:
+        close_clients()
 
 
 def test_what_a_filter_raises_ends_the_round(file: Path) -> None:

@@ -218,6 +218,14 @@ def test_a_router_flag_of_the_user_replaces_the_default():
     assert value(router_command(config, ENGINES, host="127.0.0.1", port=8000), "--health-check-interval-secs") == "30"
 
 
+def test_the_router_waits_for_the_longest_answer_of_any_set(tmp_path):
+    assert value(router_command(cpu(), ENGINES, host="127.0.0.1", port=8000), "--request-timeout-secs") == "600"
+    sets = tmp_path / "sets.toml"
+    sets.write_text('[[datasets]]\nname = "long"\npath = "long.jsonl"\nmax_response_len = 32768\n')
+    arguments = router_command(cpu("--eval-config", str(sets)), ENGINES, host="127.0.0.1", port=8000)
+    assert value(arguments, "--request-timeout-secs") == "1828"
+
+
 def test_a_router_flag_that_the_run_decides_is_refused_naming_both():
     with pytest.raises(ConfigError, match=r"--router-policy: .*--vllm-router-policy"):
         router_command(parse(["--router-policy", "random"]), ENGINES, host="127.0.0.1", port=8000)

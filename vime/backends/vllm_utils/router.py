@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 from vime.backends.vllm_utils.flag_values import FlagShape, check_values, flag_names, refuse_owned, shape_of
 from vime.backends.vllm_utils.process import POLL_S, ServerProcess, server_environment
-from vime.config.deadlines import generate_deadline_s
+from vime.config.deadlines import request_deadline_s
 from vime.config.parse import Config
 from vime.types import ConfigError, EngineAddress, EngineLostError
 from vime.utils.http import HttpFailure
@@ -117,7 +117,7 @@ def router_command(config: Config, engines: Sequence[EngineAddress], *, host: st
     """Command line of the router; a user flag replaces the default of the same name."""
     validate_router_flags(config)
     given = flag_names(config.router_flags)
-    longest_s = generate_deadline_s(config)
+    longest_s = request_deadline_s(config)
     defaults = {
         **DEFAULT_FLAGS,
         "--prometheus-port": str(free_port(host)),
