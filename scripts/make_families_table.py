@@ -21,7 +21,7 @@ LABELS = {
     "single": "1 rank", "tp2": "TP2", "tp2-sequence": "TP2 + SP", "pp2": "PP2", "cp2": "CP2", "tp2-pp2": "TP2 x PP2",
     "vpp2": "PP2 x VPP2", "dp2-distributed": "DP2 with a cut optimizer", "recompute": "recomputation", "ep2": "EP2",
     "ep2-tp2": "EP2 x TP2 + SP", "ep2-cp2": "EP2 x CP2", "ep2-pp2": "EP2 x PP2",
-    "ep4-distributed": "EP4 with a cut optimizer",
+    "ep4-distributed": "EP4 with a cut optimizer", "ep2-tp2-grouped": "EP2 x TP2 + SP with grouped experts",
 }  # fmt: skip
 LEGEND = (
     "Shown on tiny random models, *in italics* by `scripts/nightly.sh` only. **parity**: log-probabilities (1e-5), and "

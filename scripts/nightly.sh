@@ -12,12 +12,16 @@
 #   random   anything is killed at any time                               the drawing of faults, tests/unit/cli
 #   workers  the same with two rollout workers in processes of their own  tests/e2e/run/test_rollout_workers.py
 #   vllm     the same on vLLM, few                                        tests/e2e/run/test_streaming_run.py
+#   fleet    each part in a run of its own: back at full speed, alone     tests/e2e/run/test_lost_engines.py and its like
 #   agents   six agent programs over SDKs of others, killed and judged    the judge, tests/unit/project; SDKs, tests/contract
+#   fuzz     over 10,000 inputs to every endpoint of gateway and sessions  a tenth of them, tests/contract
 #   flips    a flipped bit in any file of a run directory                 one in each kind of file, test_streaming_run.py
 #   inputs   train.py with each broken input, in processes of their own   all of them in one process, tests/unit/ray
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PARTS=(tests matrix random workers vllm agents flips inputs)
+PARTS=(tests matrix random workers vllm fleet agents fuzz flips inputs)
+FLEET=(engine router worker queue ledger gateway manager trainer ray driver)
+FUZZ=(tests/contract/gateway/test_gateway_fuzz.py tests/contract/sessions/test_session_fuzz.py)
 OUT=${1:?usage: ./scripts/nightly.sh OUT [PART ...]; parts: ${PARTS[*]}}
 shift
 CHOSEN=("${@:-${PARTS[@]}}")
@@ -40,7 +44,9 @@ run_part() {
     random) bounded ./scripts/chaos.sh "$OUT/random" --random "$KILLS" --seed "$SEED" ;;
     workers) WORKERS=2 bounded ./scripts/chaos.sh "$OUT/workers" --random "$KILLS" --seed "$SEED" ;;
     vllm) ENGINE=vllm bounded ./scripts/chaos.sh "$OUT/vllm" --random $(((KILLS + 9) / 10)) --seed "$SEED" ;;
-    agents) bounded ./scripts/agents_chaos.sh "$OUT/agents" $((KILLS * 10)) "$KILLS" "$SEED" ;;
+    fleet) bounded "$PYTHON" benchmarks/fleet.py --part "${FLEET[@]}" --kills $(((KILLS + 14) / 15)) --seed "$SEED" ;;
+    agents) MODE=external WORKERS=2 bounded ./scripts/agents_chaos.sh "$OUT/agents" $((KILLS * 10)) "$KILLS" "$SEED" ;;
+    fuzz) VIME_TEST_DEADLINE=$DEADLINE VIME_FUZZ_EXAMPLES=200 ./scripts/test.sh "${FUZZ[@]}" ;;
     flips) bounded "$PYTHON" -m tests.helpers.run_flips "$OUT/flips" --seed "$SEED" ;;
     inputs) bounded "$PYTHON" -m tests.helpers.broken_inputs ;;
   esac

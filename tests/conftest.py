@@ -46,10 +46,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-# Fixtures that start engines and a Ray cluster.
+# Fixtures that start engines and a Ray cluster, and what ends the base of launches.
 pytest_plugins = [
     f"tests.helpers.{name}"
-    for name in ("engines", "fleet", "ray_cluster", "training")
+    for name in ("dist_launch", "engines", "fleet", "ray_cluster", "training")
     if (ROOT / "tests/helpers" / f"{name}.py").is_file()
 ]
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Required, TypedDict, runtime_ch
 from vime.data.rows import TrainRow
 from vime.types import (
     ConfigError,
-    DynamicFilterOutput,
     EngineAddress,
     EngineReport,
     EngineSpec,
@@ -84,24 +83,6 @@ class RolloutFunction(Protocol):
     def __call__(
         self, args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
     ) -> RolloutFnTrainOutput | RolloutFnEvalOutput: ...
-
-
-class GenerateFunction(Protocol):
-    """Generate one completion (or several, for a fan-out) of one prompt."""
-
-    async def __call__(self, args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample | list[Sample]: ...
-
-
-class RewardFunction(Protocol):
-    """Return the reward of one sample; with --group-rm the rewards of a whole group."""
-
-    async def __call__(self, args: Args, sample: Sample, **kwargs: object) -> float | dict[str, float]: ...
-
-
-class GroupFilter(Protocol):
-    """Keep a finished group, or drop it with a reason."""
-
-    def __call__(self, args: Args, samples: list[Sample]) -> bool | DynamicFilterOutput: ...
 
 
 LOSS_PARAMETERS = ("args", "logp_T", "entropy_T", "columns")

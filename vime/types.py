@@ -225,11 +225,6 @@ class Sample:
         if update_terminal_info and reason is not None:
             self.status = FINISH_STATUS.get(str(reason["type"]), self.status)
 
-    @property
-    def has_pending_text(self) -> bool:
-        """Whether `response` was set by `set_pending_text` and never read."""
-        return isinstance(vars(self).get("response"), PendingText)
-
     def set_pending_text(self, text: PendingText) -> None:
         """The response is the text of these tokens, decoded when read; at once in a subclass with its own field."""
         self.response = cast("str", text) if type(self).response is Sample.response else text.decode(text.tokens)
@@ -323,10 +318,6 @@ class StepPlan:
     sample_tokens: tuple[tuple[int, int], ...] = ()
 
     @property
-    def num_micro_batches(self) -> int:
-        return len(self.micro_batches[0])
-
-    @property
     def num_rows(self) -> int:
         return sum(len(batch) for rank in self.micro_batches for batch in rank)
 
@@ -414,8 +405,7 @@ class RankPlace:
         return self.rank == self.source_rank
 
 
-KEY_HEADER = "X-Vime-Key"
-"""The HTTP header that carries a key of the run to an engine."""
+KEY_HEADER = "X-Vime-Key"  # the HTTP header that carries a key of the run to an engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,6 +415,7 @@ class EngineAddress:
     name: str
     url: str
     key: str = field(default="", repr=False)
+    num_workers: int | None = None  # that have to confirm weights; None: not known
 
     @property
     def headers(self) -> dict[str, str]:

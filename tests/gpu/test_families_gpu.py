@@ -16,7 +16,7 @@ from tests.helpers.fsdp_cases import FSDP
 from tests.helpers.gpu_rank import run_all_on_gpu
 from tests.helpers.image_cases import image_cases
 from tests.helpers.lora_cases import ADAPTER
-from tests.helpers.megatron_cases import grpo_flags
+from tests.helpers.megatron_cases import GROUPED, grpo_flags
 from tests.helpers.megatron_models import make_models, make_rows
 from tests.helpers.megatron_worker import Case, answers_of
 
@@ -53,11 +53,13 @@ def others(models: Path) -> list[Case]:
              "use_rollout_routing_replay": True}, arguments={"experts": "own", **steps}),
         Case(name="recompute", do="trained", flags={**policy, "recompute_granularity": "full",
              "recompute_method": "uniform", "recompute_num_layers": 1}, arguments=steps),
+        Case(name="grouped", do="trained", flags={"hf_checkpoint": str(models / "qwen3_moe"), **GROUPED},
+             arguments=steps),
         images,
     ]  # fmt: skip
 
 
-OTHERS = ("adapter", "adapter-fsdp", "critic", "replay", "recompute", "one")
+OTHERS = ("adapter", "adapter-fsdp", "critic", "replay", "recompute", "grouped", "one")
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ def test_bf16_stays_near_fp32(tmp_path: Path, kind: str, implementation: str) ->
 @pytest.mark.parametrize("size", ["0.5b", "1.7b"])
 def test_speed_and_memory_of_a_random_model_are_printed(size: str, implementation: str) -> None:
     command = ["benchmarks/gpu_trainer.py", "--size", size, "--transformer-impl", implementation]
+    command += ["--plain"] * (size == "0.5b")  # where both fit; a gradient norm unlike plain torch's ends it with 1
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tests.helpers import reference_policy as reference
-from tests.helpers.gpu_rank import NEEDS_TE, run_on_gpu
+from tests.helpers.gpu_rank import NEEDS_TE, run_all_on_gpu, run_on_gpu
 from tests.helpers.megatron_cases import grpo_flags
 from tests.helpers.megatron_models import make_model, make_plan, make_rows
+from tests.helpers.megatron_worker import Case
+from tests.helpers.offload_cases import HOST
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,3 +69,24 @@ def test_sleep_gives_device_memory_back(tmp_path: Path) -> None:
     # bf16 weight, fp32 gradient, main weight and moments; small tensors take blocks of 512 bytes
     assert answer["freed"] == pytest.approx(18, rel=0.2)
     assert answer["taken"] == pytest.approx(answer["freed"], rel=0.05)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_optimizer_in_host_memory_makes_the_same_steps_with_less_device_memory(
+    tmp_path: Path, sharded: bool
+) -> None:
+    flags = {"hf_checkpoint": str(make_model("qwen3", tmp_path / "model")), "bf16": True}
+    flags |= {"use_distributed_optimizer": sharded}
+    cases = [
+        Case(name=name, do="tests.helpers.offload_cases:measured", flags={**flags, **more})
+        for name, more in (("plain", {}), ("host", HOST))
+    ]
+    answers = run_all_on_gpu(cases, tmp_path / "launch")
+    plain, host = answers["plain"], answers["host"]
+    assert host["metrics"] == plain["metrics"]
+    assert host["hash"] == plain["hash"]
+    # main weights and moments in fp32; small tensors take blocks of 512 bytes
+    for measured in ("held", "peak"):
+        print(f"{measured}: {plain[measured]:.2f} and {host[measured]:.2f} bytes a parameter")  # noqa: T201
+        assert plain[measured] - host[measured] == pytest.approx(12, rel=0.2)
+    assert host["locked"] == pytest.approx(12, rel=0.01)

@@ -40,6 +40,30 @@ by_flags(
     "1 to 65535",
     "Change the flag",
 )
+by_flags("no router at all", "--vllm-router-count 0", "--vllm-router-count", "got 0", "1 to 64", "Change the flag")
+by_flags(
+    "routers beyond the last port",
+    "--vllm-router-port 65535 --vllm-router-count 3",
+    "--vllm-router-port 65535 with --vllm-router-count 3",
+    "ports up to 65537",
+    "expected at most 65535",
+    "Choose a port of at most 65533",
+)
+by_flags(
+    "one port for the figures of two routers",
+    "--router-prometheus-port 9000 --vllm-router-count 2",
+    "--router-prometheus-port",
+    "all routers would use this one port",
+    "expected one for each",
+    "Leave it out",
+)
+by_flags(
+    "two routers and no engine",
+    "--transferqueue-mode external --rollout-num-engines 0 --vllm-router-count 2",
+    "--vllm-router-count 2: no effect here",
+    "a --rollout-num-engines above 0",
+    "Remove it",
+)
 by_flags(
     "an answer as long as the context", "--rollout-max-response-len 64", "leaves no token for a prompt", "Lower it"
 )

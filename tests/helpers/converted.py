@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vime.data.groups import check_versions
-from vime.data.rows import TrainRow
-from vime.handoff.stores import MemoryStore
+from vime.data.rows import TrainRow, check_versions
+from vime.handoff.group_store import MemoryStore
 from vime.handoff.ticket import make_ticket, read_rows
 from vime.rollout.convert import encoded_group, set_custom_rewards
 from vime.types import RoundPlan, Sample, StepPlan

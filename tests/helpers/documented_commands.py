@@ -47,10 +47,8 @@ EXECUTED_BY = {
         "vime token make runs/external my-job > token",
         "VIME_TOKEN=$(cat token) ADDRESS=http://127.0.0.1:8640 ./scripts/run-external-producer.sh",
     ),
-    f"{HERE}::test_the_quick_start_trains_an_adapter": (
+    f"{HERE}::test_the_quick_start_trains_an_adapter_and_takes_a_filter": (
         "./scripts/quickstart.sh --train-backend fsdp --lora-rank 16 --lr 2e-3",
-    ),
-    f"{HERE}::test_the_quick_start_takes_a_filter": (
         "./scripts/quickstart.sh --transferqueue-mode off",
         "./scripts/quickstart.sh --num-rollout 5 --dynamic-sampling-filter-path "
         "examples/customization/filter.py:keep_mixed_groups --over-sampling-batch-size 32",
@@ -157,14 +155,22 @@ EXECUTED_BY = {
     "::test_the_shipped_launch_fits_80_gib_and_is_told_what_to_change_for_24": (
         "vime plan --device cuda FLAGS OF TRAIN.PY",
     ),
+    "tests/dist/megatron_utils/test_plan_command.py::test_recorded_runs_say_how_fast_it_would_be_and_how_stale": (
+        "vime plan FLAGS OF TRAIN.PY --like RUN",
+    ),
+    "tests/dist/megatron_utils/test_plan_command.py"
+    "::test_30_billion_parameters_fit_one_node_with_the_optimizer_in_host_memory": (
+        "vime plan --hf-checkpoint DIR --device cuda --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2 "
+        "--sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --colocate "
+        "--rollout-num-gpus-per-engine 2 --use-kl-loss --kl-loss-coef 0.001 --rollout-max-prompt-len 2048 "
+        "--rollout-max-response-len 16384 --use-dynamic-batch-size --max-tokens-per-gpu 18432 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --optimizer-cpu-offload",
+    ),
     "tests/contract/gateway/test_gateway_commands.py"
     "::test_a_token_is_made_listed_and_revoked_while_the_gateway_works": (
-        "vime token make RUN NAME",
         "vime token list RUN",
         "vime token revoke RUN ID",
     ),
-    "tests/contract/gateway/test_gateway_commands.py"
-    "::test_producers_are_shown_with_versions_leases_groups_and_refusals": ("vime producers RUN",),
     "tests/e2e/run/test_lost_engines.py"
     "::test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice_and_then_the_router": ("vime engines RUN",),
     "tests/e2e/run/test_fleet_changes_run.py"
@@ -183,11 +189,16 @@ EXECUTED_BY = {
     "::test_the_python_producer_feeds_a_run_with_the_log_probabilities_of_the_versions_that_it_names": (
         "VIME_TOKEN=... python examples/external/producer.py http://HOST:PORT --model DIR",
     ),
-    "tests/contract/gateway/test_conformance.py::test_a_producer_that_ends_at_once_fails_and_wrong_words_are_refused": (
+    "tests/contract/gateway/test_conformance.py"
+    "::test_the_commands_of_the_page_of_the_protocol_as_a_reader_types_them": (
+        "vime token make RUN NAME",
+        "vime producers RUN",
         "vime conformance --producer CMD",
-    ),
-    "tests/contract/gateway/test_conformance.py::test_the_gateway_passes_every_check_and_nothing_stays_leased": (
         "vime conformance ADDRESS",
+    ),
+    "tests/contract/sessions/test_session_front.py"
+    "::test_a_turn_that_its_server_died_in_is_sampled_again_and_recorded_once": (
+        "vime sessions-front http://HOST:PORT --listen 127.0.0.1:8650 --patience-secs 60",
     ),
 }
 """The test, or its fixture, that executes each command. One of this module's own file has the command in its text."""

@@ -48,6 +48,8 @@ class Layout:
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SHARDED = {"use_distributed_optimizer": True}
+HOST = {"optimizer_cpu_offload": True}
+NARROW = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 LAYOUTS = (
     Layout(name="single", world=1),
     Layout(name="dp2-bf16", world=2, flags={"bf16": True}),
@@ -71,6 +73,20 @@ LAYOUTS = (
         kind="qwen3_moe",
         flags={"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     ),
+    Layout(name="dp2-bf16-host", world=2, flags={"bf16": True, **HOST}),
+    Layout(
+        name="tp2-dp2-sharded-bf16-host",
+        world=4,
+        flags={"tensor_model_parallel_size": 2, "bf16": True, **SHARDED, **HOST},
+    ),
+    Layout(
+        name="moe-ep2-bf16-half-host",
+        world=2,
+        kind="qwen3_moe",
+        flags={"expert_model_parallel_size": 2, "bf16": True, **SHARDED, **HOST, "optimizer_offload_fraction": 0.5},
+    ),
+    Layout(name="narrow-host", world=1, flags={"bf16": True, **HOST, **NARROW}),
+    Layout(name="narrow-sharded", world=2, flags={**NARROW, **SHARDED}),
     Layout(name="latent", world=1, kind="deepseek"),  # one rank has all experts, however the router fills them
     Layout(name="sinks", world=1, kind="gpt_oss"),
     Layout(name="windows-tp2", world=2, kind="gemma3", flags={"tensor_model_parallel_size": 2}),
@@ -139,6 +155,14 @@ def real(ranks: Ranks, models: Path) -> dict[str, dict[str, int]]:
         parameters = [parameter for chunk in engine._core for parameter in chunk.parameters()]
         learning, scratch = engine._optimizer.tensors()
         held, kept = storages(parameters), storages(learning)
+        inner = [part.optimizer for part in engine._optimizer.parts if part.optimizer is not None]
+        every = [parameter for one in inner for group in one.param_groups for parameter in group["params"]]
+        every += [value for one in inner for state in one.state.values() for value in state.values()]
+        on_host = {key: size for key, size in storages(every).items() if key not in held and key not in kept}
+        with LiveBytes() as live:
+            live.ignore([*parameters, *learning, *scratch, *every])
+            engine.apply_gradients()
+        step = live.peak
         peaks = []
         for _ in range(PASSES):
             with LiveBytes() as live:
@@ -151,6 +175,8 @@ def real(ranks: Ranks, models: Path) -> dict[str, dict[str, int]]:
             "gradients": storage_bytes(scratch),
             "optimizer": sum(size for key, size in kept.items() if key not in held),
             "activations": min(peaks),
+            "host": sum(on_host.values()),
+            "step": step,
         }
         backend.close()
     return found

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
+import pytest
 import torch
 
 from tests.helpers import tiny_models
@@ -13,7 +16,7 @@ from tests.helpers.engines import HEADERS
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.lora import AdapterInfo
 from vime.rollout.engine_client import read_completions
-from vime.types import EngineAddress
+from vime.types import EngineAddress, PublishLostError
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import publish
 from vime.weights.transports import make_sender
@@ -51,6 +54,46 @@ class Pusher:
     def close(self) -> None:
         self._sender.close()
         self.fleet.close()
+
+
+VICTIM = """
+import sys
+from vime.backends.vllm_utils.fake import FakeEngine
+import vime.weights.transports
+with FakeEngine() as engine:
+    print(engine.address.url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def kill_one_of_two_in_a_broadcast(left: EngineAddress, model: torch.nn.Module, directory: Path, *, rank: int) -> None:
+    """An update over gloo to the engine `left` and to another one, SIGKILLed when half of the tensors were sent. `rank`
+    of the killed one in the group, 1 or 2. Its deadline is 60 s."""
+    victim = subprocess.Popen([sys.executable, "-c", VICTIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert victim.stdout is not None
+        engines = [left]
+        engines.insert(rank - 1, EngineAddress(name="victim", url=victim.stdout.readline().strip()))
+        fleet = FleetControl(engines, timeout_s=60)
+        sender = make_sender("gloo", bucket_bytes=60_000, directory=directory, timeout_s=60)
+        sender.connect(fleet)
+        weights = dict(tiny_models.stream(model))
+
+        def killing() -> Iterator[tuple[str, torch.Tensor]]:
+            for number, pair in enumerate(weights.items()):
+                if number == len(weights) // 2:
+                    victim.kill()
+                    victim.wait(60)
+                yield pair
+
+        metadata = [TensorMeta.of(*pair) for pair in weights.items()]
+        with pytest.raises(PublishLostError):
+            publish(killing(), metadata, version=100, fleet=fleet, sender=sender, pause_mode="keep", deadline_s=60)
+        sender.close()
+        fleet.close()
+    finally:
+        victim.kill()
+        victim.wait(60)
 
 
 def sample(url: str, prompt: list[int], num_tokens: int, **params: object) -> dict:

@@ -33,7 +33,7 @@ class ExternalRun:
     """`num_rounds` rounds of two groups; round r is trained on version r, which has weights of its own."""
 
     def __init__(
-        self, directory: Path, *, num_rounds: int, lease_timeout_s: float = 30.0, max_staleness: int = 1
+        self, directory: Path, *, num_rounds: int, lease_timeout_s: float = 30.0, max_staleness: int = 1, **more: Any
     ) -> None:
         self.directory, self.num_rounds = directory, num_rounds
         self.model_directory = write_model_directory(directory / "model")
@@ -46,7 +46,7 @@ class ExternalRun:
         self.run = GatewayRun(
             directory, manifest=manifest, num_rounds=num_rounds, lease_timeout_s=lease_timeout_s,
             max_staleness=max_staleness,
-            limits={"lease_timeout_s": lease_timeout_s, "max_body_bytes": 1 << 20},
+            limits={"lease_timeout_s": lease_timeout_s, "max_body_bytes": 1 << 20}, **more,
         )  # fmt: skip
         self.trained: list[tuple[Task, list[Sample]]] = []
         self.fault: BaseException | None = None
@@ -109,12 +109,12 @@ class ExternalRun:
 class Producer:
     """A producer in a process of its own; its output is in a file."""
 
-    def __init__(self, words: list[str], directory: Path, token: str) -> None:
+    def __init__(self, words: list[str], directory: Path, token: str, **variables: str) -> None:
         self.log = directory / f"producer-{token[5:21]}.log"
         self._file = self.log.open("ab")
         self.process = subprocess.Popen(
             words, stdout=self._file, stderr=subprocess.STDOUT, cwd=directory,
-            env={**os.environ, "VIME_TOKEN": token, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
+            env={**os.environ, "VIME_TOKEN": token, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", **variables},
         )  # fmt: skip
 
     def wait(self, timeout_s: float = 120.0) -> int:

@@ -14,10 +14,12 @@ from typing import Any
 from tests.helpers import tiny_models
 from tests.helpers.fsdp_cases import FAMILIES as FSDP_FAMILIES
 from tests.helpers.fsdp_cases import WORLDS as FSDP_WORLDS
-from tests.helpers.megatron_cases import LAYOUTS, MOE_LAYOUTS, grpo_flags
+from tests.helpers.megatron_cases import GROUPED_LAYOUTS, LAYOUTS, MOE_LAYOUTS, grpo_flags
 from tests.helpers.megatron_worker import Case
 
-FAMILY_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"single": (1, {}), **MOE_LAYOUTS, **LAYOUTS}
+FAMILY_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}), **MOE_LAYOUTS, **GROUPED_LAYOUTS, **LAYOUTS
+}  # fmt: skip
 DAY, NIGHT = ("tp2-sequence", "pp2"), ("single", "tp2", "cp2", "tp2-pp2", "vpp2", "dp2-distributed", "recompute")
 MOE_DAY, MOE_NIGHT = ("ep2-tp2", "pp2"), ("single", "tp2-sequence", "ep2", "ep2-cp2", "ep2-pp2", "ep4-distributed")
 EXPORTS: dict[str, Callable[[Path], Path]] = {
@@ -90,7 +92,7 @@ MEGATRON = (
         model_types=("deepseek_v3",),
         models=("deepseek", "deepseek_yarn"),
         day=MOE_DAY,
-        night=MOE_NIGHT,
+        night=(*MOE_NIGHT, "ep2-tp2-grouped"),
         exports=("deepseek",),
         anchor="qwen3_moe_tied",
     ),

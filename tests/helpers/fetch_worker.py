@@ -9,7 +9,7 @@ from typing import Any
 from tests.helpers.dist_launch import Ranks
 from tests.helpers.rows import hand_over, make_groups, plan_for
 from vime.data.rows import TrainRow
-from vime.handoff.stores import MemoryStore
+from vime.handoff.group_store import MemoryStore
 from vime.types import HandoffError, RoundPlan, WaitTimeoutError
 
 WORLD = 4
@@ -39,7 +39,7 @@ def run(ranks: Ranks) -> dict[str, Any]:
     """Ranks 0 and 1 are data-parallel index 0, ranks 2 and 3 index 1; the lower rank of each pair is the source."""
     import torch.distributed as dist
 
-    from vime.handoff.fetch import fetch_round
+    from vime.handoff.ticket import fetch_round
 
     dist.init_process_group(
         "gloo",

@@ -20,12 +20,10 @@ from vime.gateway.server import GatewayServer
 from vime.gateway.service import Gateway
 from vime.gateway.tokens import Scope, TokenFile
 from vime.gateway.weights import Weights
-from vime.handoff.group_store import GroupStore
-from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.group_store import GroupStore, MemoryStore
+from vime.handoff.ledger import Ledger, LocalLedgerPort
 from vime.handoff.ledger_types import LedgerRules
 from vime.handoff.spool import Spool
-from vime.handoff.stores import MemoryStore
 from vime.rollout.convert import encoded_group
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.group_writer import GroupWriter
@@ -38,7 +36,7 @@ HASH = "hash-of-version-"
 
 class GatewayRun:
     """What a run has around its gateway. Two samples a prompt, four slots, six prompts, versions of hash HASH + v.
-    `port`: of a ledger that is open elsewhere."""
+    `port`: of a ledger that is open elsewhere; `certificates`: for TLS."""
 
     ledger = None
 
@@ -52,6 +50,7 @@ class GatewayRun:
         manifest=None,
         flags=(),
         port=None,
+        certificates=None,
         **rules,
     ):
         model = directory / "model"
@@ -89,16 +88,19 @@ class GatewayRun:
             limits=Limits(**(usual | (limits or {}))),
             lease_key=self.tokens.lease_key,
         )
-        self.server = GatewayServer(make_app(self.gateway, self.tokens), "127.0.0.1:0")
+        tls = {} if certificates is None else {"certificate": certificates.certificate, "key": certificates.key}
+        self.server = GatewayServer(make_app(self.gateway, self.tokens), "127.0.0.1:0", **tls)
         self.server.start()
 
     def _encode(self, producer, samples):
         group = encoded_group(self.args, samples, producer_id=producer, with_samples=True)
         return group, payload_of(group, samples)
 
-    def client(self, name: str = "job-a", *, scopes=(Scope.TRAIN,), confirms: bool = True) -> httpx.Client:
+    def client(
+        self, name: str = "job-a", *, scopes=(Scope.TRAIN,), confirms: bool = True, seconds: float = 600
+    ) -> httpx.Client:
         """A job with a token of its own, which has confirmed version 0."""
-        client = job_client(self.server.url, self.tokens.make(name, scopes, seconds=600))
+        client = job_client(self.server.url, self.tokens.make(name, scopes, seconds=seconds))
         if confirms:
             confirm(client)
         return client

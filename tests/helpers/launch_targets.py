@@ -32,3 +32,18 @@ def wait_for_ever(ranks: Ranks) -> None:
 
 def start_a_thread() -> None:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+calls: list[int] = []
+imported_by: list[int] = []
+
+
+def import_once() -> None:
+    imported_by.append(os.getpid())
+
+
+def count(_: Ranks) -> tuple[int, int, int]:
+    """Number of this process, of calls that it knows of, and of the process that imported."""
+    calls.append(os.getpid())
+    [by] = imported_by
+    return os.getpid(), len(calls), by

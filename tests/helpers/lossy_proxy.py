@@ -16,6 +16,7 @@ class LossyProxy:
 
     def __init__(self, upstream: str, loses: Callable[[str, int], bool]) -> None:
         self.calls: list[tuple[str, bytes]] = []  # path and body of each, in the order in which they came
+        self.ranges: list[str] = []  # the header Range of each
         self.lost: list[tuple[str, bytes]] = []
         self.is_away = False
         self._lock, self._loses = threading.Lock(), loses
@@ -44,6 +45,7 @@ class LossyProxy:
         with self._lock:
             number, call = len(self.calls), (handler.path, body)
             self.calls.append(call)
+            self.ranges.append(handler.headers.get("range", ""))
         if self.is_away:
             handler.close_connection = True
             return

@@ -67,6 +67,12 @@ MOE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4-distributed": (4, {"expert_model_parallel_size": 4, **DISTRIBUTED}),
     "ep2-dp4-overlap": (4, {**EP2, **OVERLAP}),
 }
+GROUPED = {"moe_grouped_gemm": True}
+GROUPED_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2-tp2-grouped": (4, {**EP2, **SP2, **GROUPED}),
+    "dp2-grouped-overlap": (2, {**OVERLAP, **GROUPED}),
+}
+"""The experts of a rank in one product."""
 REPLAY_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "recompute": (1, RECOMPUTE),
     "tp2-sequence": (2, SP2),
@@ -178,7 +184,7 @@ def _every_layout_case(models: Path) -> list[Case]:
         case("groups-copied-moe", "trained_in_groups", flags={**grpo, **moe}, is_shared=False, num_steps=2),
         *rounds("tied-", alone, kinds["tied"]),
         *rounds("", TIED_LAYOUTS, kinds["tied"]),
-        *rounds("moe-", alone | MOE_LAYOUTS, moe),
+        *rounds("moe-", alone | MOE_LAYOUTS | GROUPED_LAYOUTS, moe),
         *rounds("moe-tied-", alone, kinds["moe-tied"]),
         *rounds("", TIED_MOE_LAYOUTS, kinds["moe-tied"]),
         case("per-token-single", "trained", flags={**grpo, "calculate_per_token_loss": True}, num_steps=2),

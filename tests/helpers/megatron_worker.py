@@ -129,7 +129,7 @@ class Bench:
         rank = RankInfo(
             rank=self.ranks.rank,
             world_size=self.case.world,
-            local_rank=0,
+            local_rank=self.ranks.rank,
             master_address="127.0.0.1",
             master_port=self.ranks.rendezvous(f"{self.case.name}-{self.case.world}", self.case.world),
         )

@@ -7,7 +7,7 @@ from typing import Any
 from vime.rollout.generation import generate
 from vime.types import Sample
 
-FAULTS = ("none", "temperature", "top_p", "top_k", "tokens", "shift")
+FAULTS = ("none", "temperature", "top_p", "top_k", "tokens", "shift", "temperature")
 
 
 async def faulty(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 
 import ray
@@ -22,10 +23,11 @@ from vime.config.parse import Config, parse
 from vime.ray import nodes as nodes_module
 from vime.ray import placement
 from vime.ray.actor import Options
-from vime.types import ClusterError
+from vime.types import ClusterError, ConfigError
 from vime.utils.device import see_only
 
 GPUS = 8  # of each node
+ROLLOUT_ONLY = ("--debug-rollout-only",)
 FLAGS = ("--ray-address", "auto", "--device", "cuda")
 
 
@@ -82,22 +84,38 @@ class World:
         try:
             with placement.reserved(config) as places:
                 if not starts:
+                    engines = [self.listed(engine) for engine in places.engines]
                     return {
                         "worlds": [self.listed(world) for world in places.worlds],
-                        "engines": self.listed(places.engines),
+                        "engines": [nodes[0] if len(nodes) == 1 else nodes for nodes in engines],
                     }
                 ranks = [[started(1, place) for place in world] for world in places.worlds]
                 if config.cluster.colocate:
-                    return self.shared(config, ranks[0], [started(0, place) for place in places.engines])
-                engines = [started(config.cluster.rollout_num_gpus_per_engine, place) for place in places.engines]
+                    found = self.shared(config, ranks[0], [started(0, place) for [place] in places.engines])
+                    return {**found, "others": [self.where(world) for world in ranks[1:]]}
+                parts = [place for engine in places.engines for place in engine]
+                size = config.cluster.rollout_num_gpus_per_engine * len(places.engines) // max(1, len(parts))
+                engines = [started(size, place) for place in parts]
                 home = Probe.options(num_cpus=0.2, **places.home).remote()
                 return {
                     "worlds": [self.where(world) for world in ranks],
                     "engines": self.where(engines),
                     "home": self.where([home])[0],
                 }
-        except ClusterError as error:
+        except (ClusterError, ConfigError) as error:
             return {"refused": str(error)}
+
+    def one_more(self, *flags: str) -> list[str] | str:
+        """The nodes of an engine that is added to a live run with these flags; why there are none."""
+        extra = placement.ExtraPlace(parse([*FLAGS, *flags]))
+        try:
+            while (found := extra.find()) is None:
+                time.sleep(0.1)
+            return self.listed(found)
+        except ClusterError as error:
+            return str(error)
+        finally:
+            extra.give_back()
 
     def shared(
         self, config: Config, ranks: list[ray.actor.ActorHandle], engines: list[ray.actor.ActorHandle]
@@ -142,7 +160,19 @@ def main() -> None:
         found["half of gpu-0 taken: 8 ranks, 2 engines of 2"] = world.run(*trainers(1, 8), *engines(2, 2))
     with world.taken(gpu_0=1, gpu_1=1):
         found["one GPU of each taken: 8 ranks"] = world.run(*trainers(1, 8), *engines(1))
-    found["an engine of 16"] = world.run(*trainers(1, 4), *engines(1, 16))
+    found["an engine of 16"] = world.run(*ROLLOUT_ONLY, *engines(1, 16), starts=True)
+    found["an engine of 16 beside 4 ranks"] = world.run(*trainers(1, 4), *engines(1, 16))
+    found["an engine of 64"] = world.run(*trainers(1, 4), *engines(1, 64))
+    with world.taken(gpu_0=2):
+        found["two GPUs of gpu-0 taken: an engine of 12"] = world.run(*ROLLOUT_ONLY, *engines(1, 12), starts=True)
+    with world.taken(gpu_0=1):
+        found["one GPU of gpu-0 taken, an engine of 16"] = world.run(*ROLLOUT_ONLY, *engines(1, 16))
+    with world.taken(gpu_0=4, gpu_1=4):
+        found["half-full nodes: an engine of 8"] = world.run(*ROLLOUT_ONLY, *engines(1, 8))
+    found["an engine of 16 by shm"] = world.run(*ROLLOUT_ONLY, *engines(1, 16), "--update-weight-transport", "shm")
+    found["one more engine of 16"] = world.one_more(*engines(1, 16))
+    with world.taken(gpu_1=1):
+        found["one more engine of 16 without room"] = world.one_more(*engines(1, 16))
     found["policy and reference apart"] = world.run(
         *trainers(1, 4), *engines(4, 2), "--separate-roles", "reference", "--kl-loss-coef", "0.1", "--use-kl-loss"
     )
@@ -151,6 +181,10 @@ def main() -> None:
         found["shared: 2 x 4 ranks, 4 engines of 2"] = world.run(
             *trainers(2, 4), *engines(4, 2), "--colocate", starts=True
         )
+    found["shared, and a critic apart"] = world.run(
+        *trainers(1, 4), *engines(2, 2), "--colocate", "--separate-roles", "critic", "--advantage-estimator", "ppo",
+        starts=True,
+    )  # fmt: skip
     with world.taken(gpu_0=1):
         found["one GPU of gpu-0 taken, shared: 2 x 8 ranks"] = world.run(*trainers(2, 8), *engines(16), "--colocate")
     first = parse([*FLAGS, *trainers(1, 8), *engines(8)])
@@ -159,10 +193,21 @@ def main() -> None:
     found["and after it"] = world.run(*trainers(1, 8), *engines(1))
     world.grow(3)
     found["3 nodes: 2 x 8 ranks, 8 engines"] = world.run(*trainers(2, 8), *engines(8))
+    found["3 nodes: 8 ranks, an engine of 16"] = world.run(*trainers(1, 8), *engines(1, 16))
+    with world.taken(gpu_1=1):
+        found["3 nodes, one GPU of the second taken: an engine of 16, 6 ranks"] = world.run(
+            *trainers(1, 6), *engines(1, 16)
+        )
+    found["3 nodes: an engine of 24"] = world.run(*ROLLOUT_ONLY, *engines(1, 24), starts=True)
+    world.grow(4)
+    found["4 nodes: 2 engines of 16"] = world.run(*ROLLOUT_ONLY, *engines(2, 16))
+    with world.taken(gpu_1=8):
+        found["4 nodes, the second taken: an engine of 16"] = world.run(*ROLLOUT_ONLY, *engines(1, 16))
     world.grow(8)
     found["8 nodes: 4 x 8 ranks, 4 engines of 8"] = world.run(*trainers(4, 8), *engines(4, 8))
     with world.taken(**{f"gpu_{number}": 4 for number in range(4)}):
         found["4 of 8 nodes half full: 4 x 8 ranks, 8 engines of 2"] = world.run(*trainers(4, 8), *engines(8, 2))
+        found["4 of 8 nodes half full: 2 x 8 ranks, an engine of 16"] = world.run(*trainers(2, 8), *engines(1, 16))
     found["nodes"] = look_at_nodes(real_check)
     sys.stdout.write(json.dumps(found))
     ray.shutdown()

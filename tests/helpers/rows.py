@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from vime.batching.plan import plan_round
 from vime.data.rows import TrainRow
-from vime.handoff.group_store import encode_group
-from vime.handoff.stores import PayloadStore
+from vime.handoff.group_store import PayloadStore, encode_group
 from vime.handoff.ticket import RoundTicket, make_ticket, read_rows
 from vime.types import RoundPlan, VersionSpan
 

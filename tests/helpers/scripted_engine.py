@@ -6,7 +6,7 @@
 The script sees a `Request` and answers one `Reply` for each of the n samples (called with `sample` 0..n-1). It may
 answer a `Failure` (status code), `Hang()` (no answer until the client goes away or the engine is closed), or
 `Held(Reply)`: the whole request waits until it is aborted, by its id or by `abort_all`, and that is what it is then
-answered with. The engine is its own router: it says that it is the only worker.
+answered with. The engine is its own router: it says that it is the only worker; a real router finds it well.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class ScriptedEngine:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/list_workers", self._list_workers)
+        app.router.add_get("/health", self._well)
         app.router.add_post("/abort_requests", self._abort)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -108,6 +109,9 @@ class ScriptedEngine:
     def abort_all(self) -> None:
         """What --pause-mode abort does to requests that are held. Any thread."""
         self._loop.call_soon_threadsafe(lambda: [aborted.set() for aborted in self._held.values()])
+
+    async def _well(self, _: web.Request) -> web.Response:
+        return web.json_response({})
 
     async def _list_workers(self, _: web.Request) -> web.Response:
         return web.json_response({"urls": [f"http://127.0.0.1:{self.port}"] if self.workers == [] else self.workers})

@@ -94,11 +94,11 @@ class Script:
     then: dict[str, str]
 
     def edited(self, paths: dict[str, Path]) -> list[str]:
-        """After the one edit of paths, engine name and optimizer offload."""
+        """After the one edit of paths and engine name."""
         words = [word.replace("--sglang-", "--vllm-") for word in shlex.split(self.flags)]
         for name, path in paths.items():
             words = [word.replace(f"{{{name}}}", str(path)) for word in words]
-        return without(words, *OFFLOAD)
+        return words
 
     def as_told(self, words: list[str]) -> list[str]:
         """After the second edit, which does what the first start said."""

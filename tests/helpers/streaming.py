@@ -10,14 +10,12 @@ from functools import cached_property
 
 from tests.helpers.ledger_cases import Clock
 from tests.helpers.rollout_setup import make_args, write_jsonl
-from vime.handoff.group_store import GroupStore, groups_partition
-from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.group_store import GroupStore, MemoryStore, groups_partition
+from vime.handoff.ledger import Ledger, LocalLedgerPort
 from vime.handoff.ledger_types import LedgerRules, RoundOrder
 from vime.handoff.receipts import ReceiptFile, stepped_groups
 from vime.handoff.round_ledger import RoundLedger
 from vime.handoff.spool import SEGMENT_BYTES, Spool
-from vime.handoff.stores import MemoryStore
 from vime.handoff.ticket import make_ticket, read_rows
 from vime.rollout.coordinator import RoundCoordinator, TakenGroup, TakenRound
 from vime.rollout.data_source import RolloutDataSourceWithBuffer

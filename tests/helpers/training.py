@@ -144,8 +144,11 @@ class Training:
         self.member(name).kill()
 
     def member(self, name: str) -> psutil.Process:
-        [found] = [process for process, command in self._members() if name in command]
+        [found] = self.members(name)
         return found
+
+    def members(self, name: str) -> list[psutil.Process]:
+        return [process for process, command in self._members() if name in command]
 
     def so_far(self) -> Finished:
         """What the run has written until now."""

@@ -1,9 +1,9 @@
 """What vLLM says of given tokens, for several models in one process: starting it costs more than loading them.
 
-    python -m tests.helpers.vllm_log_probs MODELS.json TOKENS.json ANSWERS.json
+    python -m tests.helpers.vllm_log_probs MODELS.json TOKENS.json ANSWERS.json [DTYPE]
 
 reads a list of model directories and a list of token lists; writes, by model and token list, the log-probability of
-each token but the first, given those before it.
+each token but the first, given those before it. DTYPE: float32 unless given.
 """
 
 import json
@@ -16,7 +16,7 @@ from vime.config.hf_config import has_latent_attention
 LATENT_ON_CPU = {"attention_backend": LATENT_BACKEND_CPU, "compilation_config": LATENT_OPS_CPU}
 
 
-def main(models: Path, tokens: Path, answers: Path) -> None:
+def main(models: Path, tokens: Path, answers: Path, dtype: str = "float32") -> None:
     import torch
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -27,7 +27,7 @@ def main(models: Path, tokens: Path, answers: Path) -> None:
     for directory in json.loads(models.read_text()):
         engine = LLM(
             directory,
-            dtype="float32",
+            dtype=dtype,
             enforce_eager=True,
             max_model_len=256,
             kv_cache_memory_bytes=1 << 24,
@@ -56,4 +56,4 @@ def main(models: Path, tokens: Path, answers: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(*map(Path, sys.argv[1:4]), *sys.argv[4:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from vime.agents.environment import play
@@ -11,8 +12,10 @@ from vime.config.parse import Args
 from vime.protocols import SamplingParams
 from vime.rollout.plugins import plugin
 from vime.rollout.prompts import decode_response
-from vime.sessions.service import Live, Refused, member_samples
-from vime.sessions.store import Budget, State
+from vime.rollout.sample_rows import TURNS
+from vime.sessions.recording import parents
+from vime.sessions.service import Live, Refused, member_samples, message_of
+from vime.sessions.store import Budget, Entry, State
 from vime.types import PendingText, Sample, SampleStatus
 from vime.utils.waits import waiting
 
@@ -41,8 +44,35 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
         if row.status is not SampleStatus.FAILED:
             decode = partial(decode_response, args.hf_checkpoint)
             row.set_pending_text(PendingText(row.tokens[row.prompt_length :], decode))
+    if rows[-1].status is not SampleStatus.FAILED and (rows[-1].reward is None or args.group_rm):
+        rows[-1].metadata[TURNS] = _turns(args, live.entries)
     await server.retire(live)
     return rows
+
+
+def _turns(args: Args, entries: Sequence[Entry]) -> list[dict[str, object]]:
+    """Return what was said in all rows of a session, in its order, as JSON. Each turn has the messages that are new
+    since the turn that it goes on with, and all of its conversation when it goes on with none."""
+    entries = sorted(entries, key=lambda entry: entry.turn.number)
+    turns: list[dict[str, object]] = []
+    for entry, parent in zip(entries, parents([entry.turn for entry in entries]), strict=True):
+        before = None if parent is None else entries[parent]
+        num_known = 0 if before is None or before.messages is None else len(before.messages) + 1  # and the reply
+        reply = message_of(entry.reply)
+        if entry.messages is None:  # it was asked as tokens
+            reply["content"] = decode_response(args.hf_checkpoint, entry.turn.token_ids)
+        turns.append(
+            {
+                "number": entry.turn.number,
+                "continues": None if before is None else before.turn.number,
+                "messages": (entry.messages or [])[num_known:],
+                "reply": reply,
+                "finish_reason": entry.turn.finish_reason,
+                "num_tokens": len(entry.turn.token_ids),
+                "versions": entry.versions,
+            }
+        )
+    return turns
 
 
 async def _run(args: Args, task: AgentTask, wait: str) -> float | None:

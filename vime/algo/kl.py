@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vime.algo.off_policy import LOG_RATIO_LIMIT
+from vime.algo.losses import LOG_RATIO_LIMIT
 from vime.types import ConfigError
 
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl")

@@ -47,9 +47,6 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tensors:
             self._hold(tensor.untyped_storage(), 0)
 
-    def restart_peak(self) -> None:
-        self.peak = self.now
-
     def _count(self, storage: torch.UntypedStorage) -> None:
         if _key(storage) not in self._held:
             self._hold(storage, storage.nbytes())

@@ -1,4 +1,4 @@
-"""What a trainer rank holds in device memory, as a dry run counts it. Bytes."""
+"""What a trainer rank holds in device memory and page-locked in host memory, as a dry run counts it. Bytes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class ModelBytes:
     gradients: int = 0
     optimizer: int = 0  # main weights and moments
     activations: int = 0  # the most that a forward and backward pass holds beside the above; 0: not measured
+    step: int = 0  # the most that a step of an optimizer in host memory brings to the device at a time
+    host: int = 0  # in host memory, page-locked: main weights and moments with --optimizer-cpu-offload
 
     @property
     def static(self) -> int:
@@ -40,4 +42,9 @@ class RankBytes:
 
     @property
     def peak(self) -> int:
-        return self.static + self.activations
+        """Passes and optimizer steps come one after the other."""
+        return self.static + max(self.activations, *(model.step for model in self.models.values()), 0)
+
+    @property
+    def host(self) -> int:
+        return sum(model.host for model in self.models.values())

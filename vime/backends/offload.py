@@ -81,19 +81,19 @@ class Offload:
             return free.pop()
         host = torch.empty(storage.nbytes(), dtype=torch.uint8)
         if storage.device.type == "cuda":
-            _lock_pages(host)
+            lock_pages(host, "a sleeping trainer")
         return host
 
 
-def _lock_pages(host: Tensor) -> None:
+def lock_pages(host: Tensor, owner: str) -> None:
     """Page-lock memory of torch's while it lives: `pin_memory` would round it up to a power of two, up to twice the
     bytes. Where the system refuses, copies are slower and right all the same."""
     cudart, address = torch.cuda.cudart(), host.data_ptr()
-    error = int(cudart.cudaHostRegister(address, host.numel(), 0))
+    error = int(cudart.cudaHostRegister(address, host.nbytes, 0))
     if error:
         logger.warning(
-            "%d bytes of host memory for a sleeping trainer cannot be page-locked (CUDA error %d): moving them takes "
-            "longer. Raise the limit of locked memory (ulimit -l).", host.numel(), error,
+            "%d bytes of host memory for %s cannot be page-locked (CUDA error %d): moving them takes "
+            "longer. Raise the limit of locked memory (ulimit -l).", host.nbytes, owner, error,
         )  # fmt: skip
         return
     # else CUDA would refuse the same address when it is given out again; at the end of the process CUDA does it itself

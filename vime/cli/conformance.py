@@ -97,16 +97,16 @@ def check_producer(command: str, *, model: Path | None, lease_timeout_s: float, 
                 exit_code = _watch(process, gateway, timeout_s)
             finally:
                 _end(process)
-            session = Session(
-                records=tuple(gateway.records),
-                manifests=gateway.manifests,
-                lease_timeout_s=lease_timeout_s,
-                committed=gateway.committed,
-                exit_code=exit_code,
-            )
         finally:
-            gateway.close()
+            gateway.close()  # a job may have its last response, and have ended, before that call is noted
             server_log.disabled = former
+        session = Session(
+            records=tuple(gateway.records),
+            manifests=gateway.manifests,
+            lease_timeout_s=lease_timeout_s,
+            committed=gateway.committed,
+            exit_code=exit_code,
+        )
     return judge(session)
 
 

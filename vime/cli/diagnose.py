@@ -12,11 +12,12 @@ from rich.text import Text
 
 from vime.cli.commands import Commands
 from vime.observability.diagnosis import Diagnosis, diagnose
+from vime.observability.events import EventKind, read_events
 from vime.observability.metrics import METRICS_FILE, read_metrics
 from vime.observability.mismatch_record import MismatchRecord, read_record, record_files
 from vime.observability.run_dir import check_run_dir, config_value, read_config
 from vime.training.evidence import DIFFERENCE, RESCORED
-from vime.types import ConfigError
+from vime.types import ConfigError, DataError
 
 
 def add_parsers(commands: Commands) -> None:
@@ -27,7 +28,12 @@ def add_parsers(commands: Commands) -> None:
         "be over, and its model gone.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
-    parser.add_argument("--round", type=int, metavar="N", help="this round, with every test (default: all, in short)")
+    parser.add_argument(
+        "--round",
+        type=int,
+        metavar="N",
+        help="the record of this round's cause, with every test (default: all, in short)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
     parser.set_defaults(run_command=run_diagnose)
 
@@ -37,7 +43,9 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
     run: Path = arguments.run
     check_run_dir(run)
     files = record_files(run)
-    paths = [path for path, round_id in files.items() if arguments.round in (None, round_id)]
+    later = _rounds_of(run) if files else {}
+    wanted = arguments.round
+    paths = [path for path, number in files.items() if wanted in (None, number, *later.get(path.name, []))]
     if arguments.round is not None and not paths:
         known = ", ".join(map(str, sorted(set(files.values())))) or "none"
         raise ConfigError(
@@ -47,17 +55,31 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for path, record in records.items():
         diagnosis = diagnose(record)
+        also = [round_id for round_id in later.get(path.name, []) if round_id != record.rollout_id]
         if arguments.json:
-            console.print(json.dumps(_summary(record, path) | diagnosis.to_dict()), markup=False)
+            console.print(json.dumps(_summary(record, path, also) | diagnosis.to_dict()), markup=False)
             continue
-        for line in _lines(record, diagnosis, with_tests=arguments.round is not None):
+        for line in _lines(record, diagnosis, also, with_tests=arguments.round is not None):
             console.print(line)
     if not records and not arguments.json:
         for text in _nothing(run):
             console.print(Text(text))
 
 
-def _summary(record: MismatchRecord, path: Path) -> dict[str, object]:
+def _rounds_of(run: Path) -> dict[str, list[int]]:
+    """File name of a record -> the rounds with its cause. Empty where the events are gone."""
+    found: dict[str, list[int]] = {}
+    try:
+        events = read_events(run, "driver", with_spans=False)
+    except DataError:
+        return found
+    for event in events:
+        if event.kind == EventKind.DISAGREEMENT:
+            found.setdefault(Path(str(event.fields["path"])).name, []).append(int(str(event.fields["rollout_id"])))
+    return found
+
+
+def _summary(record: MismatchRecord, path: Path, also: list[int]) -> dict[str, object]:
     return {
         "round": record.rollout_id,
         "compared": record.stage.words,
@@ -66,10 +88,11 @@ def _summary(record: MismatchRecord, path: Path) -> dict[str, object]:
         "num_tokens": record.num_tokens,
         "threshold": record.threshold,
         "record": str(path),
+        "also_in": also,
     }
 
 
-def _lines(record: MismatchRecord, diagnosis: Diagnosis, *, with_tests: bool) -> Iterator[Text]:
+def _lines(record: MismatchRecord, diagnosis: Diagnosis, also: list[int], *, with_tests: bool) -> Iterator[Text]:
     line = Text(f"round {record.rollout_id}", style="bold")
     line.append(
         f", {record.stage.words}: {record.mean:.3g} nats a token apart (largest {record.largest:.3g}, "
@@ -80,6 +103,8 @@ def _lines(record: MismatchRecord, diagnosis: Diagnosis, *, with_tests: bool) ->
     yield Text("  cause     ") + Text(str(diagnosis.cause), style="bold red")
     yield Text(f"  evidence  {diagnosis.summary}")
     yield Text(f"  next      {diagnosis.advice}")
+    if also:
+        yield Text(f"  also in   round {', '.join(map(str, also))}: the same cause, not recorded again")
     if with_tests:
         for finding in diagnosis.findings:
             yield Text(f"  {'shown    ' if finding.is_shown else 'not shown'} {finding.cause}: {finding.evidence}")

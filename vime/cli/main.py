@@ -32,6 +32,7 @@ MODULES = {
     "engines": "engines",
     "producers": "producers",
     "conformance": "conformance",
+    "sessions-front": "sessions_front",
     "chaos": "chaos",
 }
 """Command -> the module of `vime.cli` that adds it, in the order of `vime --help`. A command loads its own module only:

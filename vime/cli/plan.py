@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from vime.backends.memory import RankBytes
 from vime.cli.commands import Commands
@@ -16,8 +18,10 @@ from vime.config.hf_config import read_model_shape
 from vime.config.layout import check_layout
 from vime.config.parse import Config, collect
 from vime.config.problems import Problems
-from vime.ray.dry_run import Part, dry_run, longest_row, pack_lengths, world_size
-from vime.types import Role, VimeError
+from vime.observability.forecast import Forecast, forecast
+from vime.observability.unit_costs import measure, recorded_config
+from vime.ray.dry_run import Part, dry_run, longest_row, pack_lengths, ranks_per_node, world_size
+from vime.types import ConfigError, Role, VimeError
 
 
 def add_parsers(commands: Commands) -> None:
@@ -31,7 +35,8 @@ def _unreachable(arguments: argparse.Namespace) -> int:
 
 
 def run_plan(words: Sequence[str]) -> int:
-    """Returns 0 when everything fits, 2 when it does not or the flags are refused."""
+    """Returns 0 when everything fits, 2 when it does not or the flags are refused, 3 when a run of --like cannot be
+    read."""
     parser = argparse.ArgumentParser(
         prog="vime plan",
         allow_abbrev=False,
@@ -47,9 +52,20 @@ def run_plan(words: Sequence[str]) -> int:
     )
     text = "GB/s of an update of the engines' weights (default: {:g}, assumed)"
     parser.add_argument("--update-gb-per-sec", type=float, metavar="X", help=text.format(UPDATE_GB_PER_S))
+    parser.add_argument(
+        "--like",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="run directories from the same machine and model: play the schedule with what these runs recorded, for "
+        "tokens/s and staleness",
+    )
+    parser.add_argument("--async", dest="overlaps", action="store_true", help="--like: train_async.py will run it")
     own, flags = parser.parse_known_args(words)
     try:
         config, notes = read_flags(flags)
+        played = play(config, own.like, overlaps=own.overlaps) if own.like else {}
         parts = dry_run(config, with_passes=not own.no_passes)
     except VimeError as error:
         sys.stderr.write(f"vime plan: {error}\n")
@@ -68,6 +84,7 @@ def run_plan(words: Sequence[str]) -> int:
         ),
     )
     notes += unmeasured(config, with_passes=not own.no_passes)
+    notes += unlike(config, own.like)
     if own.json:
         record = {
             "fits": fits,
@@ -77,10 +94,11 @@ def run_plan(words: Sequence[str]) -> int:
             "advice": lines,
             "notes": notes,
             "estimates": dataclasses.asdict(figures),
+            "forecasts": {engines: dataclasses.asdict(forecast) for engines, forecast in played.items()},
         }
         sys.stdout.write(json.dumps(record, indent=1) + "\n")
     else:
-        show(config, parts, figures, notes=notes, advice=lines)
+        show(config, parts, figures, played, notes=notes, advice=lines)
     return 0 if fits else 2
 
 
@@ -111,6 +129,12 @@ def advice(config: Config, parts: Sequence[Part]) -> list[str]:
         lines.append("--bf16: parameters and activations take half")
     if is_megatron and not parallel.use_distributed_optimizer and replicas > 1:
         lines.append(f"--use-distributed-optimizer: main weights and moments are cut over {replicas} ranks")
+    learned = sum(model.optimizer for model in rank.models.values())
+    if is_megatron and not config.optimizer.optimizer_cpu_offload and learned:
+        lines.append(
+            f"--optimizer-cpu-offload: {learned / GIB:.1f} GiB of main weights and moments go to host memory, where "
+            f"the {ranks_per_node(config)} ranks of a node then lock {learned * ranks_per_node(config) / GIB:.0f} GiB"
+        )
     frozen = [role for role in part.roles if role not in (Role.ACTOR, Role.CRITIC)]
     if frozen and len(part.roles) > 1:
         lines.append(f"--separate-roles {' '.join(frozen)}: it gets GPUs of its own")
@@ -145,14 +169,24 @@ def _finer_cuts(config: Config, rank: RankBytes, limit: float) -> list[str]:
     )
     lines = []
     if shape.num_experts and shape.num_experts % (2 * ep) == 0:
-        lines.append(f"--expert-model-parallel-size {2 * ep}: half of the experts a rank")
+        lines.append(f"--expert-model-parallel-size {2 * ep}: half of the experts a rank{_on(config, ep=2 * ep)}")
     if tp < 8 and shape.num_attention_heads % (2 * tp) == 0:
-        lines.append(f"--tensor-model-parallel-size {2 * tp} --sequence-parallel: half of every layer a rank")
+        finer = f"--tensor-model-parallel-size {2 * tp} --sequence-parallel"
+        lines.append(f"{finer}: half of every layer a rank{_on(config, tp=2 * tp)}")
     if shape.num_layers % (2 * pp) == 0:
-        lines.append(f"--pipeline-model-parallel-size {2 * pp}: half of the layers a rank")
+        lines.append(f"--pipeline-model-parallel-size {2 * pp}: half of the layers a rank{_on(config, pp=2 * pp)}")
     if rank.static / GIB > limit:
         lines.append(f"more GPUs: {rank.static / GIB:.1f} GiB of weights, gradients and moments alone pass {limit:g}")
     return lines
+
+
+def _on(config: Config, *, tp: int | None = None, pp: int | None = None, ep: int | None = None) -> str:
+    """Return how many ranks such a cut needs, where the run has others; else nothing."""
+    parallel, world = config.parallel, world_size(config)
+    tp, pp = tp or parallel.tensor_model_parallel_size, pp or parallel.pipeline_model_parallel_size
+    ep = ep or parallel.expert_model_parallel_size
+    needed = math.lcm(tp * pp * parallel.context_parallel_size, (parallel.expert_tensor_parallel_size or tp) * ep * pp)
+    return "" if world % needed == 0 else f", on {needed} ranks or a multiple (now {world})"
 
 
 def unmeasured(config: Config, *, with_passes: bool) -> list[str]:
@@ -175,11 +209,38 @@ def unmeasured(config: Config, *, with_passes: bool) -> list[str]:
     return lines
 
 
+def play(config: Config, run_dirs: Sequence[Path], *, overlaps: bool) -> dict[int, Forecast]:
+    """Forecast the run, and the same with half and twice as many engines, by their number."""
+    costs, engines = measure(run_dirs, config), config.cluster.num_engines
+    if not engines:
+        raise ConfigError(
+            "--like: this run has no engine of its own (--rollout-num-engines 0), and what jobs outside generate is in "
+            "no record. Say --rollout-num-engines for as many as the jobs have together, or leave --like out."
+        )
+    return {
+        count: forecast(config, costs, num_engines=count, overlaps=overlaps)
+        for count in sorted({max(1, engines // 2), engines, 2 * engines})
+    }
+
+
+def unlike(config: Config, run_dirs: Sequence[Path]) -> list[str]:
+    """What makes recorded runs unlike this one, where the forecast takes them to be alike."""
+    lines = []
+    for run_dir in run_dirs:
+        recorded = recorded_config(run_dir)
+        if recorded.model.hf_checkpoint != config.model.hf_checkpoint:
+            lines.append(f"--like {run_dir}: trained {recorded.model.hf_checkpoint}, not {config.model.hf_checkpoint}.")
+        if world_size(recorded) != world_size(config):
+            lines.append(f"--like {run_dir}: had {world_size(recorded)} trainer rank(s), not {world_size(config)}.")
+    return lines
+
+
 def _record(part: Part) -> dict[str, object]:
     return {
         "roles": list(part.roles),
         "ranks": [
-            dataclasses.asdict(rank) | {"static": rank.static, "activations": rank.activations, "peak": rank.peak}
+            dataclasses.asdict(rank)
+            | {"static": rank.static, "activations": rank.activations, "peak": rank.peak, "host": rank.host}
             for rank in part.ranks
         ],
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -13,7 +13,8 @@ from vime.backends.memory import RankBytes
 from vime.batching.flops import executed_flops, forward_flops
 from vime.config.hf_config import read_model_shape, read_record
 from vime.config.parse import Config
-from vime.ray.dry_run import Part, longest_row, world_size
+from vime.observability.forecast import Forecast
+from vime.ray.dry_run import Part, longest_row, ranks_per_node, world_size
 from vime.training.roles import base_is_reference, needed_roles
 from vime.types import Role
 
@@ -26,6 +27,8 @@ TFLOPS = 140.0
 UPDATE_GB_PER_S = 1.0
 """Of the weights to the engines, when not said. Assumed, never measured."""
 COLUMNS = ("models", "stage", "ranks", "parameters", "weights", "gradients", "optimizer", "activations", "peak")
+SHORT = {"parameters": "params", "activations": "passes"}
+COLUMNS_WITH_HOST = (*(SHORT.get(name, name) for name in COLUMNS), "host")  # 80 columns hold them too
 
 
 def verdict(config: Config, parts: Sequence[Part]) -> tuple[bool, float | None]:
@@ -117,28 +120,40 @@ def _adapter_bytes(config: Config) -> int:
 
 
 def show(
-    config: Config, parts: Sequence[Part], figures: Estimate, *, notes: Sequence[str], advice: Sequence[str]
+    config: Config,
+    parts: Sequence[Part],
+    figures: Estimate,
+    played: Mapping[int, Forecast],
+    *,
+    notes: Sequence[str],
+    advice: Sequence[str],
 ) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    table = Table(box=None, title="GiB of one rank", title_justify="left", padding=(0, 1, 0, 0))  # 80 columns hold it
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "models" else "right", no_wrap=True)
-    for part in parts:
-        for rank in part.ranks:
-            table.add_row(*_cells(part, rank))
-    console.print(table)
-    for line in [*_speed(config, parts, figures), *(f"note: {note}" for note in notes)]:
+    console.print(_table(parts))
+    speed = [*_speed(config, parts, figures, is_played=bool(played)), *_played(config, played)]
+    for line in [*_locked(config, parts), *speed, *(f"note: {note}" for note in notes)]:
         console.print(Text(line))
     _, limit = verdict(config, parts)
     peak = max(part.heaviest.peak for part in parts) / GIB
     if limit is None:
-        whole = sum(rank.peak * rank.count for part in parts for rank in part.ranks) / GIB
+        whole = sum((rank.peak + rank.host) * rank.count for part in parts for rank in part.ranks) / GIB
         console.print(f"On the CPU all ranks share this machine's memory: {whole:.2f} GiB of tensors.")
         return
     said = "Does not fit" if advice else "Fits"
     console.print(f"{said}: peak {peak:.1f} + reserve {RESERVE_GIB:g} GiB of --gpu-memory-gib {limit:g}.")
     for line in advice:
         console.print(Text(f"  {line}"))
+
+
+def _table(parts: Sequence[Part]) -> Table:
+    table = Table(box=None, title="GiB of one rank", title_justify="left", padding=(0, 1, 0, 0))  # 80 columns hold it
+    has_host = any(rank.host for part in parts for rank in part.ranks)
+    for name in COLUMNS_WITH_HOST if has_host else COLUMNS:
+        table.add_column(name, justify="left" if name == "models" else "right", no_wrap=True)
+    for part in parts:
+        for rank in part.ranks:
+            table.add_row(*_cells(part, rank), *([f"{rank.host / GIB:.2f}"] if has_host else []))
+    return table
 
 
 def _cells(part: Part, rank: RankBytes) -> list[str]:
@@ -156,22 +171,53 @@ def _cells(part: Part, rank: RankBytes) -> list[str]:
     return ["\n".join(part.roles), stages, str(rank.count), f"{count:.3f} B", *(f"{value / GIB:.2f}" for value in sums)]
 
 
-def _speed(config: Config, parts: Sequence[Part], figures: Estimate) -> list[str]:
+def _locked(config: Config, parts: Sequence[Part]) -> list[str]:
+    """Say what lies page-locked in host memory: optimizer state always, what sleeps while it sleeps."""
+    count = ranks_per_node(config)
+    awake = sum(part.heaviest.host for part in parts) * count
+    models = [model for part in parts for model in part.heaviest.models.values()]
+    asleep = sum(model.parameters + model.optimizer for model in models) * count if config.cluster.offload_train else 0
+    if config.cluster.device != "cuda" or not (awake or asleep):
+        return []
+    said = [f"{awake / GIB:.1f} GiB of optimizer state"] if awake else []
+    said += [f"{asleep / GIB:.1f} GiB of what sleeps"] if asleep else []
+    each = f"{count} rank{'s' if count > 1 else ''}" + (" of each part" if len(parts) > 1 else "")
+    return [f"Host memory, page-locked, of the {each} of a node: {' and '.join(said)}"]
+
+
+def _played(config: Config, played: Mapping[int, Forecast]) -> list[str]:
+    """Say what the schedule comes to with the costs of recorded runs, by the number of engines."""
+    if not played:
+        return []
+    lines = ["Forecast, from what the runs of --like recorded:"]
+    for engines, one in played.items():
+        named = f"{engines} engine{'s' if engines > 1 else ''}"
+        named += "" if engines == config.cluster.num_engines else " instead"
+        lines.append(
+            f"  {named}: {one.tokens_per_sec:,.0f} tokens/s, "
+            f"{one.round_s:.2f} s a round, {one.staleness:.2f} versions stale; at work: trainers "
+            f"{one.trainers_busy:.0%}, engines {one.engines_busy:.0%}"
+        )
+    return lines
+
+
+def _speed(config: Config, parts: Sequence[Part], figures: Estimate, *, is_played: bool) -> list[str]:
     cluster, num_trainers = config.cluster, sum(rank.count for part in parts for rank in part.ranks)
     assumed = f"{TFLOPS:g} TFLOP/s a rank assumed" if figures.is_trainer_assumed else "--trainer-tflops"
     rate = f"{UPDATE_GB_PER_S:g} GB/s assumed" if figures.is_update_assumed else "--update-gb-per-sec"
     gpus = cluster.rollout_num_gpus_per_engine
     shared = ", which are those of the policy's ranks" if cluster.colocate else ""
-    lines = [
-        f"{num_trainers} trainer ranks, {cluster.num_engines} engine(s) of {gpus} GPU(s){shared}",
-        "Estimates:",
-        f"  trainer: {figures.trainer_tokens_per_sec:,.0f} response tokens/s ({assumed})",
-        f"  weight update: {figures.update_secs:.1f} s for {figures.update_gb:.1f} GB ({rate})",
-    ]
-    if figures.engine_tokens_per_sec is None:
-        return [*lines, "  engines: say --engine-tokens-per-sec for their balance with the trainers"]
-    return [
-        *lines,
-        f"  engines: {figures.engine_tokens_per_sec:,.0f} tokens/s; {figures.engines_for_balance:.1f} engine(s) feed "
-        "these trainers",
-    ]
+    lines = [f"{num_trainers} trainer ranks, {cluster.num_engines} engine(s) of {gpus} GPU(s){shared}"]
+    estimates = []
+    if not (is_played and figures.is_trainer_assumed):  # a forecast has what was measured
+        estimates.append(f"  trainer: {figures.trainer_tokens_per_sec:,.0f} response tokens/s ({assumed})")
+    if not (is_played and figures.is_update_assumed):
+        estimates.append(f"  weight update: {figures.update_secs:.1f} s for {figures.update_gb:.1f} GB ({rate})")
+    if figures.engine_tokens_per_sec is not None:
+        estimates.append(
+            f"  engines: {figures.engine_tokens_per_sec:,.0f} tokens/s; {figures.engines_for_balance:.1f} engine(s) "
+            "feed these trainers"
+        )
+    elif not is_played:
+        estimates.append("  engines: say --engine-tokens-per-sec, or --like RUN, for their balance with the trainers")
+    return [*lines, "Estimates:", *estimates] if estimates else lines

@@ -32,8 +32,8 @@ def add_parsers(commands: Commands) -> None:
             action.add_argument(
                 "--scopes",
                 default=f"{Scope.TRAIN},{Scope.EVAL}",
-                help=f"comma-separated, of {', '.join(Scope)}: bring groups, evaluate, or look at everything (default: "
-                "train,eval)",
+                help=f"comma-separated, of {', '.join(Scope)}: bring groups, evaluate, look at everything, or also end "
+                "any job (default: train,eval)",
             )
             action.add_argument("--days", type=float, default=7.0, help="until it expires (default: 7)")
         elif name == "revoke":

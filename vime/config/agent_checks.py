@@ -15,10 +15,14 @@ GENERATE = "vime.agents.generate.generate"
 """What --custom-generate-function-path is in a run with an agent."""
 
 
-def resolve_agents(config: Config) -> dict[str, str | None]:
-    """Return --custom-generate-function-path as it is, or the one that runs agents."""
-    given = config.rollout.custom_generate_function_path
-    return {"custom_generate_function_path": GENERATE if config.agents.has_agent and given is None else given}
+def resolve_agents(config: Config, num_engines: int) -> dict[str, str | None]:
+    """Return --custom-generate-function-path as it is, or the one that runs agents; and --vllm-router-policy."""
+    given, policy = config.rollout.custom_generate_function_path, config.engine.vllm_router_policy
+    is_sticky = config.agents.has_agent and num_engines > 1
+    return {
+        "custom_generate_function_path": GENERATE if config.agents.has_agent and given is None else given,
+        "vllm_router_policy": policy or ("consistent_hash" if is_sticky else "round_robin"),
+    }
 
 
 def has_chat_template(directory: Path) -> bool:

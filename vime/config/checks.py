@@ -28,6 +28,7 @@ from vime.config.hf_config import ModelShape, has_weights, read_model_shape
 from vime.config.layout import check_layout, virtual_pipeline_size
 from vime.config.lora import check_lora
 from vime.config.model_files import what_is_there
+from vime.config.optimizer_checks import check_optimizer
 from vime.config.parse import SECTIONS, Config
 from vime.config.paths import EXPECTED_PROMPTS, absolute_paths, prompt_files
 from vime.config.problems import Problems
@@ -38,6 +39,7 @@ from vime.types import ConfigError
 from vime.utils.device import has_cuda
 
 TEACHER_COLUMN, ROUTING_COLUMN = "teacher_log_probs", "rollout_routed_experts"
+LAST_PORT = 65_535
 FP32_THRESHOLD, BF16_THRESHOLD = 1e-4, 6e-2  # of --train-rollout-diff-threshold
 
 
@@ -85,7 +87,7 @@ def _derive(config: Config, found: Problems) -> Config:
         rollout_num_engines=num_engines,
         rollout_num_gpus=cluster.rollout_num_gpus or num_engines * cluster.rollout_num_gpus_per_engine,
         over_sampling_batch_size=rollout.over_sampling_batch_size or rollout.rollout_batch_size,
-        **resolve_agents(config),
+        **resolve_agents(config, num_engines),
         transferqueue_mode=mode,
         transferqueue_round_order=queue.transferqueue_round_order or default_round_order(queue),
         mixed_version_policy=queue.mixed_version_policy
@@ -105,11 +107,14 @@ def _derive(config: Config, found: Problems) -> Config:
 
 def _resolve_precision(config: Config, *, on_cuda: bool) -> dict[str, bool]:
     """On GPUs choose bf16 and a sharded optimizer, like slime and verl: in fp32 the models would not fit, and GPU
-    attention kernels do not exist. What cannot have an effect is off."""
+    attention kernels do not exist. Torch's product for all experts has a kernel of its own in bf16 on GPUs only. What
+    cannot have an effect is off."""
     parallel, is_megatron = config.parallel, config.cluster.train_backend == "megatron"
-    sharded = parallel.use_distributed_optimizer
+    sharded, groups = parallel.use_distributed_optimizer, parallel.moe_grouped_gemm
+    bf16 = on_cuda if parallel.bf16 is None else parallel.bf16
     return {
-        "bf16": on_cuda if parallel.bf16 is None else parallel.bf16,
+        "bf16": bf16,
+        "moe_grouped_gemm": (on_cuda and is_megatron and bf16) if groups is None else groups,
         "use_distributed_optimizer": (on_cuda and is_megatron) if sharded is None else sharded,
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
     }
@@ -125,6 +130,11 @@ def differences(given: Config, config: Config) -> list[str]:
         lines.append("--use-distributed-optimizer is the default on cuda; --no-use-distributed-optimizer is the other.")
     if was.sequence_parallel and not now.sequence_parallel:
         lines.append("--sequence-parallel changes nothing at --tensor-model-parallel-size 1.")
+    if given.engine.vllm_router_policy is None and config.engine.vllm_router_policy == "consistent_hash":
+        lines.append(
+            "--vllm-router-policy consistent_hash is the default with an agent and several engines: all turns of a "
+            "session reach one engine, which has their beginning cached."
+        )
     if config.algo.use_kl_loss and config.algo.kl_loss_coef == 0:
         lines.append(
             "--use-kl-loss with --kl-loss-coef 0 only measures train/kl_loss, and costs a pass of the reference model "
@@ -458,6 +468,13 @@ def _check_idle(config: Config) -> None:
             f"--vllm-router-ip {config.engine.vllm_router_ip}: a router of your own cannot be used yet; Vime starts "
             "one in front of its engines and fills this in. Remove the flag."
         )
+    router_ports = config.engine.router_ports
+    if router_ports and router_ports[-1] > LAST_PORT:
+        count = len(router_ports)
+        raise ConfigError(
+            f"--vllm-router-port {router_ports[0]} with --vllm-router-count {count}: the routers would have ports up "
+            f"to {router_ports[-1]}, expected at most {LAST_PORT}. Choose a port of at most {LAST_PORT - count + 1}."
+        )
 
 
 def _default_source(config: Config) -> bool:
@@ -541,6 +558,7 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _check_idle,
     _check_debug,
     check_reference_mode,
+    check_optimizer,
     _check_templates,
     check_agents,
 )

@@ -26,7 +26,12 @@ class ClusterConfig:
     rollout_num_gpus: int | None = flag(
         None, "GPUs for generation in all; on the CPU use --rollout-num-engines", minimum=1
     )
-    rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine (its tensor-parallel size)", minimum=1)
+    rollout_num_gpus_per_engine: int = flag(
+        1,
+        "GPUs of one engine: its tensor-parallel size, times --vllm-pipeline-parallel-size; more than a node has: "
+        "it is on several, with equal parts of it on each",
+        minimum=1,
+    )
     rollout_num_engines: int | None = flag(
         None,
         "vLLM engines; empty: --rollout-num-gpus / --rollout-num-gpus-per-engine, or 1 on the CPU; with --colocate as "
@@ -154,6 +159,10 @@ class ParallelConfig:
         None,
         "parameters and activations in bfloat16, main weights and gradients in fp32; empty: on with --device cuda",
     )
+    moe_grouped_gemm: bool | None = flag(
+        None,
+        "compute all experts of a rank in one product instead of one after the other; empty: with --bf16 on a GPU",
+    )
     transformer_impl: str = flag(
         "local", "layer implementation; transformer_engine needs a GPU", choices=("local", "transformer_engine")
     )
@@ -241,3 +250,18 @@ class OptimizerConfig:
     adam_beta2: float = flag(0.95, "decay of the second moment", cli="--adam-beta2", minimum=0, maximum=1)
     adam_eps: float = flag(1e-8, "denominator term of Adam", minimum=0)
     clip_grad: float = flag(1.0, "clip the global gradient norm to this; 0: no clipping", minimum=0)
+    optimizer_cpu_offload: bool = flag(
+        False,
+        "main weights (of a model in bf16) and moments lie in host memory, page-locked; each step brings them to the "
+        "device in pieces and computes there: the same numbers with less memory of the GPU",
+    )
+    optimizer_offload_fraction: float = flag(
+        1.0,
+        "share of the parameters whose state lies there, with --optimizer-cpu-offload",
+        minimum=0.01,
+        maximum=1,
+    )
+    exp_avg_dtype: str = flag(
+        "fp32", "in what Adam's first moment is kept between steps; it is computed in fp32", choices=("fp32", "bf16")
+    )
+    exp_avg_sq_dtype: str = flag("fp32", "the same for the second moment", choices=("fp32", "bf16"))

@@ -99,7 +99,8 @@ def check_colocation(config: Config) -> None:
     if size > per_node:
         raise ConfigError(
             f"--colocate with --rollout-num-gpus-per-engine {size}: a node has {per_node} trainer ranks "
-            "(--actor-num-gpus-per-node), and an engine is on one node. Expected at most as many. Lower it."
+            "(--actor-num-gpus-per-node), and an engine is on one node: over several it needs GPUs of its own. "
+            "Expected at most as many. Lower it, or leave --colocate out."
         )
     room = room_for_engines(config)
     if cluster.num_engines > room:

@@ -128,7 +128,6 @@ ALWAYS: dict[str, Always] = {
     "--no-rope-fusion": Always(_KERNELS),
     "--no-masked-softmax-fusion": Always(_KERNELS),
     "--no-gradient-accumulation-fusion": Always(_KERNELS),
-    "--moe-grouped-gemm": Always(_KERNELS),
     "--moe-permute-fusion": Always(_KERNELS),
     "--moe-token-dispatcher-type": Always(_KERNELS, ("alltoall", "allgather", "flex")),
     "--moe-enable-deepep": Always(_KERNELS),
@@ -150,6 +149,15 @@ ALWAYS: dict[str, Always] = {
     "--disable-wandb-random-suffix": Always("names get no random suffix"),
     "--use-distributed-post": Always("requests to engines need no processes of their own"),
     "--allgather-cp": Always("keys and values of a context-parallel group are gathered"),
+    "--cp-comm-type": Always(
+        "keys and values of a context-parallel group are gathered, nothing goes all to all (Ulysses)",
+        ("p2p", "all_gather"),
+    ),
+    "--overlap-cpu-optimizer-d2h-h2d": Always("copies of an optimizer in host memory overlap with its step"),
+    "--use-torch-optimizer-for-cpu-offload": Always("steps of an optimizer in host memory are torch's AdamW"),
+    "--use-precision-aware-optimizer": Always("moments are kept as --exp-avg-dtype and --exp-avg-sq-dtype say"),
+    "--main-grads-dtype": Always(_FP32, ("fp32",)),
+    "--main-params-dtype": Always("main weights are in fp32", ("fp32",)),
     "--transferqueue-prefetch-groups": Always("ranks read their rows by key; no payload is read ahead of them"),
     "--transferqueue-ack-on-train-data": Always("a round's rows leave the queue when it is trained"),
     "--no-transferqueue-ack-on-train-data": Always("a round's rows leave the queue when it is trained"),
@@ -227,9 +235,8 @@ OF_VLLM_TOO = frozenset(
 )
 """Of these, the names that vLLM 0.32 has as well: behind --vllm- they are vLLM's."""
 
-_OFFLOAD = (
-    "Remove it; --use-distributed-optimizer shards the optimizer over the ranks, --offload-train empties the GPU."
-)
+_PINNED = "Remove it: host memory of --optimizer-cpu-offload is page-locked, or copies would not overlap."
+_CONTEXT = "Say --context-parallel-size SIZE: as many ranks share each sequence, whatever the number of heads."
 _FORMULA = "Remove it; --custom-loss-path takes a loss of your own (docs/customization.md)."
 _LOGS = "Remove it; RUN_DIR/metrics.jsonl and `vime report` have what a run measured."
 
@@ -242,10 +249,15 @@ MISSING: dict[str, Missing] = {
         "Remove it: --colocate lets trainers and engines sleep in turn, --offload-train trainers alone."
     ),
     "--offload-rollout": Missing("Remove it: engines sleep with --colocate, and else keep their GPUs."),
-    "--optimizer-cpu-offload": Missing(_OFFLOAD),
-    "--overlap-cpu-optimizer-d2h-h2d": Missing(_OFFLOAD),
-    "--use-precision-aware-optimizer": Missing(_OFFLOAD),
-    "--use-stateless-adam": Missing(_OFFLOAD),
+    "--no-pin-cpu-grads": Missing(_PINNED),
+    "--no-pin-cpu-params": Missing(_PINNED),
+    "--use-stateless-adam": Missing(
+        "Remove it; --optimizer-cpu-offload keeps both moments in host memory, --exp-avg-dtype bf16 in half the bytes."
+    ),
+    "--ring-attn-size": Missing(_CONTEXT),
+    "--ring_attn_size": Missing(_CONTEXT),
+    "--sequence-parallel-size": Missing(_CONTEXT),
+    "--sequence_parallel_size": Missing(_CONTEXT),
     "--decoder-first-pipeline-num-layers": Missing("Remove it; stages are cut into equal parts."),
     "--decoder-last-pipeline-num-layers": Missing("Remove it; stages are cut into equal parts."),
     "--lr-warmup-fraction": Missing("Say --lr-warmup-iters STEPS: that share of the run's optimizer steps."),
@@ -339,8 +351,18 @@ VALUES: dict[str, dict[str, str | Missing]] = {
         "boxed_remote_rm": Missing("the service gets the whole completion. Say --rm-type remote_rm."),
     },
     "--rollout-backend": {"sglang": Missing("Only vllm generates. Remove the flag.")},
+    **{
+        flag: {dtype: Missing("moments are kept in fp32 or bf16, which need no scale. Say bf16.") for dtype in narrow}
+        for flag, narrow in {"--exp-avg-dtype": ("fp16", "fp8"), "--exp-avg-sq-dtype": ("fp16", "fp8")}.items()
+    },
 }
 """Values of flags that both have, and their names here."""
+
+ULYSSES = (
+    "Ulysses sequence parallelism is not here: it moves heads between ranks, so it is bound by the number of key-value "
+    f"heads. {_CONTEXT}"
+)
+"""Of every flag and setting with that name; trainers spell it in many ways."""
 
 DIFFERENT: dict[str, tuple[str, str]] = {
     "--n-samples-per-prompt": ("", "8 when it is not given; slime's is 1"),

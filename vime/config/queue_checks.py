@@ -9,6 +9,12 @@ from vime.types import ConfigError
 
 BUFFER, STREAMING, EXTERNAL = "buffer", "streaming", "external"
 ROUNDS = "vime.rollout.vllm_rollout.generate_rollout"
+REFUSED_STORES = {
+    "ray": "its rows end with the process that put them, and a second run in the cluster overwrites them "
+    "(docs/decisions/0052-storage-of-transfer-queue.md)",
+    "mooncake": "it needs a Mooncake server and its package, with which no test of Vime has run",
+    "yuanrong": "it needs openYuanrong's data system, with which no test of Vime has run",
+}
 
 
 def default_round_order(queue: QueueConfig) -> str:
@@ -33,6 +39,11 @@ def check_queue(config: Config) -> None:
         raise ConfigError(
             f"--rollout-function-path {rollout.rollout_function_path} with mode {mode}: groups are generated one by "
             "one there. Remove the flag; --custom-generate-function-path, rewards and filters work group by group."
+        )
+    store = queue.transferqueue_storage_backend
+    if store in REFUSED_STORES:
+        raise ConfigError(
+            f"--transferqueue-storage-backend {store}: {REFUSED_STORES[store]}. Expected simple. Leave the flag out."
         )
     _check_partial(config)
     _check_external(config)

@@ -175,6 +175,11 @@ READ_WHEN = (
         "without --reference-mode, which sends an engine one request at a time",
     ),
     Condition(
+        ("vllm_router_count",),
+        lambda config: config.cluster.num_engines > 0 and not config.debug.debug_train_only,
+        "with engines of this run: a --rollout-num-engines above 0, and no --debug-train-only",
+    ),
+    Condition(
         ("network_interface", "coordinator_node"),
         lambda config: config.cluster.ray_address is not None,
         "with --ray-address",

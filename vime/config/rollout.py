@@ -242,15 +242,29 @@ class EngineConfig:
         "KV cache of one engine, bytes; empty: 128 MiB on the CPU, what --vllm-gpu-memory-utilization leaves on a GPU",
         minimum=1 << 20,
     )
+    vllm_router_count: int = flag(
+        1,
+        "routers, each in front of all engines. A prompt group or session stays with one of them, and while that one "
+        "is away the others have its requests. Each takes some 28,000 connections",
+        minimum=1,
+        maximum=64,
+    )
     vllm_router_ip: str | None = flag(
         None, "filled in when Vime has started its router, for plug-ins to read; refused when given"
     )
-    vllm_router_port: int | None = flag(None, "router port; empty: a free one", minimum=1, maximum=65535)
-    vllm_router_policy: str = flag(
-        "round_robin",
-        "how the router picks an engine",
+    vllm_router_port: int | None = flag(
+        None,
+        "router port; empty: a free one. Of several routers the first: the others have those that follow",
+        minimum=1,
+        maximum=65535,
+    )
+    vllm_router_policy: str | None = flag(
+        None,
+        "how the router picks an engine. Empty: round_robin; consistent_hash with an agent and several engines, so "
+        "that all turns of a session reach the engine that has their beginning",
         choices=("round_robin", "random", "power_of_two", "cache_aware", "consistent_hash", "sticky_least_loaded"),
     )
+
     engine_health_interval_secs: float = flag(5.0, "seconds between engine health checks", minimum=0.5)
     engine_health_timeout_secs: float = flag(
         60.0,
@@ -258,3 +272,8 @@ class EngineConfig:
         "the time of a step of prompts is added, which grows with the model",
         minimum=0.5,
     )
+
+    @property
+    def router_ports(self) -> range:
+        """Return the port of each router; empty while they are not chosen."""
+        return range(0) if (first := self.vllm_router_port) is None else range(first, first + self.vllm_router_count)

@@ -222,7 +222,10 @@ class QueueConfig:
         None, "external: private key of that certificate in PEM", path=PathKind.FILE
     )
     transferqueue_storage_backend: str = flag(
-        "simple", "where TransferQueue keeps rows: simple: in the memory of its storage actors", choices=("simple",)
+        "simple",
+        "where TransferQueue keeps rows: simple: in the memory of its storage actors; the others are refused, with the "
+        "reason",
+        choices=("simple", "ray", "mooncake", "yuanrong"),
     )
     num_rollout_workers: int = flag(
         1,

@@ -27,6 +27,7 @@ from vime.config.migration import (
     SAME_NAME,
     SECRETS,
     TO_ENVIRONMENT,
+    ULYSSES,
     VALUES,
     Always,
     FromModel,
@@ -131,12 +132,16 @@ def _take(
     if not item.flag and all(_OF_VERL.match(word) for word in item.values):
         problems.add(_of_verl(item.values))
         return
+    if "ulysses" in item.flag.lower():
+        problems.add(f"{item}: {ULYSSES}")
+        return
     what = f"unknown flag {item.flag}" if item.flag else f"{' '.join(item.values)}: expected a flag in front"
     problems.add(f"{what}. {_nearest(item.flag, set(options))}See train.py --help.")
 
 
 def _of_verl(words: Sequence[str]) -> str:
-    return f"{' '.join(words)}: settings of verl. docs/migrating.md says which flags mean the same."
+    more = f" {ULYSSES}" if any("ulysses" in word for word in words) else ""
+    return f"{' '.join(words)}: settings of verl. docs/migrating.md says which flags mean the same.{more}"
 
 
 def _nearest(flag: str, options: set[str]) -> str:

@@ -42,15 +42,16 @@ class Call:
     scopes: tuple[Scope, ...]  # one of them is needed
     takes: type[m.Message]
     returns: type[m.Message]
-    name: str  # of the method of Gateway
+    name: str  # of the method of Gateway; one of scope admin is in make_app
 
 
-TRAIN, EVAL, READ = (Scope.TRAIN,), (Scope.EVAL,), (Scope.READ,)
-JOBS = TRAIN + EVAL
+TRAIN, EVAL, ADMIN = (Scope.TRAIN,), (Scope.EVAL,), (Scope.ADMIN,)
+JOBS, READ = TRAIN + EVAL, (Scope.READ, Scope.ADMIN)
 CALLS = (
     Call("/v1/producers/register", JOBS, m.Register, m.Registered, "register"),
     Call("/v1/producers/heartbeat", JOBS, m.Heartbeat, m.Alive, "heartbeat"),
     Call("/v1/producers/leave", JOBS, m.Leave, m.Left, "leave"),
+    Call("/v1/producers/end", ADMIN, m.EndProducer, m.ProducerEnded, "end_producer"),
     Call("/v1/leases", TRAIN, m.LeasePrompts, m.Prompts, "lease"),
     Call("/v1/leases/drop", TRAIN, m.EndLease, m.Ended, "drop"),
     Call("/v1/leases/give-back", TRAIN, m.EndLease, m.Ended, "give_back"),
@@ -99,10 +100,19 @@ class Rate:
 def make_app(gateway: Gateway, tokens: TokenFile) -> Starlette:
     door, document = _Door(gateway, tokens), msgspec.json.encode(openapi())
 
+    async def end_producer(admin: str, call: m.EndProducer) -> m.ProducerEnded:
+        """Its tokens first: it can lease nothing afterwards. Only jobs outside have such names in the ledger."""
+        revoked = await asyncio.to_thread(tokens.revoke_all, call.producer) if call.revoke else []
+        left = await gateway.leave(call.producer, m.Leave())
+        logger.warning("%s ended producer %s: %d leases, tokens %s", admin, call.producer, left.given_back, revoked)
+        return m.ProducerEnded(given_back=left.given_back, revoked=revoked)
+
     async def take(call: Call, request: Request) -> m.Message:
         producer = door.admit(request, call.scopes)
         body = await _body(request, gateway.limits.max_body_bytes)
         message = _decoded(body, _encoding(request), call.takes)
+        if isinstance(message, m.EndProducer):
+            return await end_producer(producer, message)
         run: Callable[[str, m.Message], Awaitable[m.Message]] = getattr(gateway, call.name)
         return await run(producer, message)
 
@@ -113,9 +123,11 @@ def make_app(gateway: Gateway, tokens: TokenFile) -> Starlette:
     async def weight_file(request: Request) -> Response:
         door.admit(request, JOBS)
         path, status = gateway.weights.file(_version(gateway, request), request.path_params["name"])
-        if "if-range" not in request.headers:  # with one, the part may not be wanted any more
+        response = FileResponse(path, stat_result=status, media_type=BYTES)
+        condition = request.headers.get("if-range")  # of another file than this: the whole is wanted
+        if condition is None or condition in (response.headers["etag"], response.headers["last-modified"]):
             _check_range(request.headers.get("range"), status.st_size)
-        return FileResponse(path, stat_result=status, media_type=BYTES)
+        return response
 
     async def queue(request: Request) -> m.Message:
         door.admit(request, READ)
@@ -182,7 +194,7 @@ class _Door:
         except Refusal:
             self._failures.take("")
             raise
-        if scopes is not READ:
+        if scopes not in (READ, ADMIN):  # who only looks, or ends others, is no producer
             self._gateway.job(producer).called = time.monotonic()
             request.state.producer = producer
         self._calls.take(producer)

@@ -17,8 +17,8 @@ from typing import TypeVar
 import msgspec
 
 from vime.gateway import messages as m
-from vime.types import LostError, VimeError
-from vime.utils.http import HttpFailure, HttpSession, Response
+from vime.types import ConfigError, LostError, VimeError
+from vime.utils.http import HttpFailure, HttpSession, HttpUntrusted, Response
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -114,6 +114,11 @@ class GatewayClient:
                         headers={**self._headers, **(headers or {})},
                         deadline_s=CALL_S + longer_s,
                     )
+                except HttpUntrusted as error:
+                    raise ConfigError(
+                        f"{self.url}: its certificate is not trusted: {error}. Name its authority by the variable "
+                        "SSL_CERT_FILE, or correct the address."
+                    ) from error
                 except HttpFailure as error:
                     problem = str(error)
                 else:

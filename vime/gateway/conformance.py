@@ -6,15 +6,17 @@ It leases up to three prompts and puts three groups of made-up tokens, which the
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
+import numpy as np
 
 from vime.gateway import messages as m
 from vime.gateway.check import Check
@@ -279,14 +281,26 @@ def _split(gateway: Candidate) -> None:
 
 
 def _repeated_put(gateway: Candidate) -> None:
+    """With packed columns, in base64."""
     prompt = gateway.lease()
-    body = {"lease": prompt.lease, "samples": gateway.samples(prompt)}
+    samples = [
+        plain | {"tokens": _base64("<i4", cast("list[int]", plain["tokens"])), "log_probs": _base64("<f4", [-1.0])}
+        for plain in gateway.samples(prompt)
+    ]
+    for what, wrong in (("5 bytes of tokens", bytes(5)), ("a packed token below 0", b"\xff" * 8)):
+        given = [sample | {"tokens": base64.b64encode(wrong).decode()} for sample in samples]
+        gateway.refused("/v1/groups", {"lease": prompt.lease, "samples": given}, 422, "invalid", what)
+    body: dict[str, object] = {"lease": prompt.lease, "samples": samples}
     first, again = (gateway.done("/v1/groups", body, m.Put) for _ in range(2))
     _expect((first.is_committed, first.repeated) == (True, False), f"the first put: {first}")
     _expect((again.is_committed, again.repeated) == (True, True), f"the same put again: {again}")
     other = body | {"samples": gateway.samples(prompt, reward=1.0)}
     later = gateway.done("/v1/groups", other, m.Put)
     _expect(later.repeated, f"other content after the group was committed must not count: {later}")
+
+
+def _base64(kind: str, numbers: Sequence[float]) -> str:
+    return base64.b64encode(np.asarray(numbers, kind).tobytes()).decode()
 
 
 def _sample_by_sample(gateway: Candidate) -> None:
@@ -390,7 +404,7 @@ CHECKS: tuple[tuple[str, Callable[[Candidate], None], str], ...] = (
     ("refuses what is too large before it is sent", _oversize, "Look at content-length first: 413."),
     ("the same request returns the same leases", _leases, "Keep the leases of a request while they are held."),
     ("split and impossible groups are refused", _split, "Check the samples against the prompt: 422, nothing stored."),
-    ("a repeated put counts once", _repeated_put, "Answer a put of a committed attempt with repeated."),
+    ("a repeated put counts once", _repeated_put, "Answer a committed attempt with repeated; read packed columns."),
     ("a group is ready with its last sample", _sample_by_sample, "Store each sample by index; other content: 409."),
     ("a group of a job's own counts once under its key", _own, "Keep key and content; other content: 409."),
     ("an evaluated prompt counts once", _evaluation, "Keep the first result of a prompt; check it as a group."),

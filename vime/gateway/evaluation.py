@@ -179,11 +179,11 @@ class Evaluations:
             is_whole=True,
         )
         for prompt in prompts:
-            for row in given[prompt.index]:
-                if row.tokens[: len(prompt.tokens)] != prompt.tokens:
+            for row in checked[prompt.index]:
+                if row.tokens[: len(prompt.tokens)].tolist() != prompt.tokens:
                     raise invalid(
                         f"sample {prompt.index}: it does not begin with the tokens of its prompt.",
-                        f"{row.tokens[:8]}",
+                        f"{row.tokens[:8].tolist()}",
                         f"{prompt.tokens[:8]} and so on: {len(prompt.tokens)} tokens, then the completion",
                     )
         # Copies, because a prompt may be asked for again; with lists, because plug-ins and files see these samples.

@@ -192,9 +192,10 @@ def _left(session: Session) -> str:
     leaves = session.of("/v1/producers/leave")
     if session.exit_code is None:
         return "it did not end after is_exhausted"
-    last = [record for record in session.records if record.path != "/v1/producers/heartbeat"][-1:]
-    if not leaves or last[0].path != "/v1/producers/leave":
-        return "its last call was not leave"
+    # by their beginnings: a long poll may end later than the call that was made after it
+    calls = sorted((one for one in session.records if one.path != "/v1/producers/heartbeat"), key=lambda one: one.began)
+    if not leaves or calls[-1].path != "/v1/producers/leave":
+        return f"its last call was {calls[-1].path if calls else 'none'}, not leave"
     return "" if session.exit_code == 0 else f"exit code {session.exit_code}"
 
 

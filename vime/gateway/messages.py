@@ -71,6 +71,21 @@ class Left(Message):
     given_back: int
 
 
+class EndProducer(Message):
+    """Gives what a producer has leased to others, as if it had left. `revoke`: and refuses all of its tokens from now
+    on, so that it does not come back."""
+
+    producer: Name
+    revoke: bool = False
+
+
+class ProducerEnded(Message):
+    """`revoked`: the ids of the tokens that this call revoked; none when it is repeated."""
+
+    given_back: int
+    revoked: list[str]
+
+
 class LeasePrompts(Message):
     """Asks for prompts. `request` is chosen by the caller: a call that is repeated with it returns the same leases, and
     until it got some keeps its place in the line."""
@@ -107,15 +122,15 @@ class Prompts(Message):
 
 class GivenSample(Message):
     """One completion, or one row of a sample of several. T: tokens of prompt and completion, R: those of the
-    completion."""
+    completion. Bytes are the same numbers end to end, little-endian; in JSON as text in base64."""
 
     index: int
-    tokens: list[TokenId]  # [T]
+    tokens: list[TokenId] | bytes  # [T]; bytes: int32
     response_length: Annotated[int, Meta(ge=1)]  # R
-    log_probs: list[float]  # [R] natural logarithms, of the distribution that was sampled from
+    log_probs: list[float] | bytes  # [R] natural logarithms, of the distribution that was sampled from; bytes: float32
     versions: list[Span]  # [start, end, version]: tile [0, R)
     reward: float | dict[str, float]
-    loss_mask: list[Literal[0, 1]] | None = None  # [R] 1: the policy chose this token; all of them when left out
+    loss_mask: list[Literal[0, 1]] | bytes | None = None  # [R] 1: the policy chose it; all of them when left out
     status: Literal["completed", "truncated"] = "completed"
     response: str = ""
     extra: dict[str, object] = {}  # column -> its value, for each of `extra_fields`

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from vime.gateway.refusal import Refusal
 from vime.handoff.ledger_types import OWN_KEY
 from vime.types import LARGEST_REWARD, Sample, SampleStatus, Version, VersionSpan, tiling_fault
 
+Number = TypeVar("Number", bound=np.generic)
 Rows = list[m.GivenSample]
 """The rows of one sample, in their order."""
 MOST_LOG_PROB, LEAST_LOG_PROB = 1e-3, float(np.finfo(np.float32).min)  # engines round; rows are float32
@@ -52,7 +53,8 @@ class Checked(NamedTuple):
 
     given: m.GivenSample
     tokens: NDArray[np.int32]
-    log_probs: NDArray[np.float64]
+    log_probs: NDArray[np.floating]
+    loss_mask: NDArray[np.uint8]
     spans: list[VersionSpan]
 
 
@@ -150,9 +152,8 @@ def own_content(call: m.PutOwnGroup) -> str:
 
 def _filled(sample: Sample, row: Checked, attempt: int) -> Sample:
     given, length = row.given, row.given.response_length
-    mask = np.ones(length, np.uint8) if given.loss_mask is None else np.asarray(given.loss_mask, np.uint8)
     sample.tokens, sample.response_length = cast("list[int]", row.tokens), length
-    sample.loss_mask, sample.rollout_log_probs = cast("list[int]", mask), cast("list[float]", row.log_probs)
+    sample.loss_mask, sample.rollout_log_probs = cast("list[int]", row.loss_mask), cast("list[float]", row.log_probs)
     sample.token_policy_versions, sample.reward = row.spans, given.reward
     sample.status, sample.response, sample.attempt = SampleStatus(given.status), given.response, attempt
     for name, value in given.extra.items():
@@ -166,29 +167,37 @@ def _filled(sample: Sample, row: Checked, attempt: int) -> Sample:
 def _checked(given: m.GivenSample, limits: Limits) -> Checked:
     """Refuse a row that no trainer could use, and say which number is wrong."""
     where, length = f"sample {given.index}", given.response_length
-    if not length < len(given.tokens) <= limits.max_tokens:
+    # tokens as rows hold them; a list of the message has no larger number
+    tokens = _numbers(where, "tokens", given.tokens, np.dtype("<i4"))
+    if not length < len(tokens) <= limits.max_tokens:
         raise invalid(
             f"{where}: its tokens are not a prompt and a completion within the bound.",
-            f"{len(given.tokens)} tokens, response_length {length}",
+            f"{len(tokens)} tokens, response_length {length}",
             f"response_length below the number of tokens, and at most {limits.max_tokens} tokens",
         )
-    tokens = np.asarray(given.tokens, np.int32)  # as rows hold them; the message allows no larger number
-    if tokens.max() >= limits.vocab_size:
-        raise invalid(
-            f"{where}: the model has no such token.", f"token {tokens.max()}", f"0 to {limits.vocab_size - 1}"
-        )
-    mask_length = length if given.loss_mask is None else len(given.loss_mask)
-    if len(given.log_probs) != length or mask_length != length:
+    wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+    if not 0 <= wrong < limits.vocab_size:
+        raise invalid(f"{where}: the model has no such token.", f"token {wrong}", f"0 to {limits.vocab_size - 1}")
+    is_packed = isinstance(given.log_probs, bytes)
+    log_probs = _numbers(where, "log_probs", given.log_probs, np.dtype("<f4" if is_packed else "<f8"))
+    loss_mask = np.ones(length, np.uint8)
+    if given.loss_mask is not None:
+        loss_mask = _numbers(where, "loss_mask", given.loss_mask, np.dtype("u1"))
+    if len(log_probs) != length or len(loss_mask) != length:
         raise invalid(
             f"{where}: its lists do not line up.",
-            f"{len(given.log_probs)} log_probs, {mask_length} entries of loss_mask",
+            f"{len(log_probs)} log_probs, {len(loss_mask)} entries of loss_mask",
             f"{length} of each, one for each token of the completion",
         )
-    log_probs = np.asarray(given.log_probs, np.float64)
+    if loss_mask.max() > 1:
+        raise invalid(f"{where}: a number of its loss_mask is impossible.", str(loss_mask.max()), "0 or 1")
     is_fine = (log_probs <= MOST_LOG_PROB) & (log_probs > LEAST_LOG_PROB)  # False for what is no number
     if not is_fine.all():
-        wrong = str(log_probs[~is_fine][0])
-        raise invalid(f"{where}: a log-probability is impossible.", wrong, "finite as float32, and not above 0")
+        raise invalid(
+            f"{where}: a log-probability is impossible.",
+            str(log_probs[~is_fine][0]),
+            "finite as float32, and not above 0",
+        )
     _check_reward(where, given.reward, limits.reward_key)
     spans = [VersionSpan(version=version, start=start, end=end) for start, end, version in given.versions]
     fault = tiling_fault(spans, length)
@@ -202,7 +211,20 @@ def _checked(given: m.GivenSample, limits: Limits) -> Checked:
             f"{sorted(given.extra)}"[:200],
             f"{sorted(limits.extra_fields)} (`extra_fields`, as register said)",
         )
-    return Checked(given, tokens, log_probs, spans)
+    return Checked(given, tokens, log_probs, loss_mask, spans)
+
+
+def _numbers(where: str, name: str, given: Sequence[float] | bytes, kind: np.dtype[Number]) -> NDArray[Number]:
+    """Return a column of its own memory, from a list or from bytes."""
+    if not isinstance(given, bytes):
+        return np.asarray(given, kind)
+    if len(given) % kind.itemsize:
+        raise invalid(
+            f"{where}: the bytes of its {name} are no whole numbers.",
+            f"{len(given)} bytes",
+            f"{kind.itemsize} for each number ({kind.name}, little-endian)",
+        )
+    return np.frombuffer(given, kind).copy()
 
 
 def _check_reward(where: str, reward: float | dict[str, float], key: str) -> None:

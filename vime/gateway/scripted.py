@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vime.data.groups import FACTS, GroupFacts
+from vime.data.rows import FACTS, GroupFacts
 from vime.gateway import tokens
 from vime.gateway.app import make_app
 from vime.gateway.messages import WeightFile, WeightManifest
@@ -29,14 +29,12 @@ from vime.gateway.samples import Limits
 from vime.gateway.server import GatewayServer
 from vime.gateway.service import Gateway
 from vime.gateway.weights import Weights
-from vime.handoff.group_store import EncodedGroup, GroupStore
-from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.group_store import EncodedGroup, GroupStore, MemoryStore
+from vime.handoff.ledger import Ledger, LocalLedgerPort
 from vime.handoff.ledger_types import EXTERNAL, LedgerRules, Payload, Task
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.handoff.round_ledger import RoundLedger
 from vime.handoff.spool import Spool
-from vime.handoff.stores import MemoryStore
 from vime.types import ConfigError, Sample
 
 PRODUCER = "candidate"

@@ -41,8 +41,7 @@ from vime.gateway.samples import (
 )
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup, GroupStore
-from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_port import LedgerPort
+from vime.handoff.ledger import Ledger, LedgerPort
 from vime.handoff.ledger_types import (
     EVAL_PREFIX,
     EXTERNAL,
@@ -562,7 +561,8 @@ def _ledger_name(producer: str) -> str:
 
 
 def _shown(rows: Rows) -> str:
-    return f"{len(rows)} rows of {sum(len(row.tokens) for row in rows)} tokens, reward {rows[0].reward}"[:200]
+    tokens = sum(len(row.tokens) // (4 if isinstance(row.tokens, bytes) else 1) for row in rows)
+    return f"{len(rows)} rows of {tokens} tokens, reward {rows[0].reward}"[:200]
 
 
 def _refuse_own(call: m.PutOwnGroup, grant: OwnGrant) -> Refusal:

@@ -34,6 +34,7 @@ class Scope(StrEnum):
     TRAIN = "train"  # lease prompts, put groups, confirm weights
     EVAL = "eval"  # the same for evaluations
     READ = "read"  # see the queue and all producers
+    ADMIN = "admin"  # the same, end what any producer has, and revoke tokens
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +89,17 @@ class TokenFile:
                 contents, tokens=tuple(token for token in contents.tokens if token.id != token_id)
             )
         )
+
+    def revoke_all(self, name: str) -> list[str]:
+        """Refuse every token of a producer from the next call on. Return their ids: none when there are none."""
+        found = [token.id for token in self.tokens() if token.name == name]
+        if found:
+            self._change(
+                lambda contents: msgspec.structs.replace(
+                    contents, tokens=tuple(token for token in contents.tokens if token.name != name)
+                )
+            )
+        return found
 
     def tokens(self) -> tuple[Token, ...]:
         return self._read().tokens

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from vime.handoff.group_store import Handle
 from vime.handoff.queue_client import QueueAddress, QueueClient, QueueLostError
-from vime.handoff.stores import Handle
 from vime.types import HandoffError, WaitTimeoutError
 from vime.utils.waits import waiting
 

@@ -96,7 +96,7 @@ class Payload:
     min_version: Version  # oldest among trainable tokens of the group
     max_version: Version
     content: str = ""  # `receipts.group_content` of its rows; only the history keeps it, a leased group has none
-    facts: bytes = field(default=b"", repr=False)  # `groups.encode_facts`: the numbers that a round is planned from
+    facts: bytes = field(default=b"", repr=False)  # `rows.encode_facts`: the numbers that a round is planned from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

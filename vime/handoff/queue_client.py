@@ -21,10 +21,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from vime.handoff.group_store import Handle
 from vime.handoff.queue_actors import SimpleStorageUnit, TransferQueueController
 from vime.handoff.queue_keys import QueueKeys, secure_sockets
-from vime.handoff.stores import Handle
 from vime.types import HandoffLostError, VimeError, WaitTimeoutError
+from vime.utils.errors import first_line
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
@@ -241,7 +242,7 @@ class QueueClient:
                 continue
             except Exception as error:
                 raise QueueLostError(
-                    f"{name} cannot finish: the {actor_name} is dead ({_first_line(error)}). What it held is lost: "
+                    f"{name} cannot finish: the {actor_name} is dead ({first_line(error)}). What it held is lost: "
                     "start again with --load to resume."
                 ) from error
 
@@ -297,7 +298,7 @@ def _server_info(name: str, actor: QueueActor, ends: float, timeout_s: float) ->
         advice = "Ray has not placed it or it is slow to start. Free CPUs, or raise --transferqueue-timeout-secs."
         raise WaitTimeoutError(f"start of the {name}", timeout_s, "Ray", advice) from error
     except Exception as error:
-        raise HandoffLostError(f"{name}: did not start: {_first_line(error)}. See the Ray logs.") from error
+        raise HandoffLostError(f"{name}: did not start: {first_line(error)}. See the Ray logs.") from error
 
 
 def _frame(key: str, payload: bytes) -> bytes:
@@ -312,7 +313,3 @@ def _unframe(partition: str, key: str, row: bytes) -> bytes:
         held = row[_KEY_LENGTH.size : start].decode(errors="replace")
         raise HandoffLostError(f"{partition}: asked for row {key}, got row {held}. It was cleared meanwhile.")
     return row[start:]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

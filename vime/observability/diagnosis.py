@@ -64,6 +64,7 @@ class Finding:
     after: float | None
     evidence: str
     is_shown: bool  # by this test alone
+    rule: SamplingRule | None = None  # under which the trainer comes closest, where the cause is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,11 @@ class Diagnosis:
     summary: str
     findings: Sequence[Finding]
     spread: Mapping[str, float]  # of the difference: mean, median, p90, max, share above the threshold, tokens
+
+    @property
+    def finding(self) -> Finding | None:
+        """Return the test that shows the cause; None when no cause is known."""
+        return next((found for found in self.findings if found.is_shown and found.cause == self.cause), None)
 
     @property
     def advice(self) -> str:
@@ -191,7 +197,8 @@ def _temperature(record: MismatchRecord) -> Finding:
     after = left[best]
     is_shown = abs(best / declared - 1) > 1e-3 and _explains(after, before) and _has_enough(record)
     text = f"at temperature {best:.4g} instead of {declared:g} the difference goes from {before:.2g} to {after:.2g}"
-    return Finding(cause=Cause.TEMPERATURE, before=before, after=after, evidence=text, is_shown=is_shown)
+    rule = SamplingRule(temperature=best)
+    return Finding(cause=Cause.TEMPERATURE, before=before, after=after, evidence=text, is_shown=is_shown, rule=rule)
 
 
 def _truncation(record: MismatchRecord) -> Finding:
@@ -199,24 +206,25 @@ def _truncation(record: MismatchRecord) -> Finding:
     it."""
     before = record.before
 
-    def finding(evidence: str, after: float | None = None, *, shown: bool = False) -> Finding:
-        return Finding(cause=Cause.TRUNCATION, before=before, after=after, evidence=evidence, is_shown=shown)
+    def finding(
+        evidence: str, after: float | None = None, *, shown: bool = False, rule: SamplingRule | None = None
+    ) -> Finding:
+        return Finding(cause=Cause.TRUNCATION, before=before, after=after, evidence=evidence, is_shown=shown, rule=rule)
 
     below = record.share_less_likely
     if below > MAX_LESS_LIKELY:
         return finding(f"{below:.0%} of the tokens were recorded as less likely than the trainer says")
     left = {
-        f"top_k {scored.rule.top_k}" if scored.rule.top_k > 0 else f"top_p {scored.rule.top_p:.3g}": record.left(
-            scored.log_probs
-        )
+        scored.rule: record.left(scored.log_probs)
         for scored in record.rescored
         if scored.rule.top_k > 0 or scored.rule.top_p < 1
     }
     if not left:
         return finding("the trainer was not asked with a part of the vocabulary")
-    best = min(reversed(left), key=lambda name: left[name])  # among equals the rounded one, which is written last
-    text = f"with {best} the difference goes from {before:.2g} to {left[best]:.2g}"
-    return finding(text, left[best], shown=_explains(left[best], before) and _has_enough(record))
+    best = min(reversed(left), key=lambda rule: left[rule])  # among equals the rounded one, which is written last
+    name = f"top_k {best.top_k}" if best.top_k > 0 else f"top_p {best.top_p:.3g}"
+    text = f"with {name} the difference goes from {before:.2g} to {left[best]:.2g}"
+    return finding(text, left[best], shown=_explains(left[best], before) and _has_enough(record), rule=best)
 
 
 def _tokenisation(record: MismatchRecord) -> Finding:

@@ -26,11 +26,11 @@ from vime.observability.requests import (
     take,
     waiting_requests,
 )
-from vime.ray.actor import Actor, Options
+from vime.ray.actor import Actor
 from vime.ray.engine_actors import EngineActor
 from vime.ray.engines import STOP_S, Engines
 from vime.ray.managed_engine import EngineState, ManagedEngine
-from vime.ray.placement import ExtraPlace
+from vime.ray.placement import EnginePlace, ExtraPlace
 from vime.ray.waits import said_meanwhile
 from vime.types import ClusterError, ConfigError, DataError
 from vime.utils.waits import DIRECTORY as WAITS
@@ -114,7 +114,7 @@ class _Rooms:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._kept: list[Options] = []
+        self._kept: list[EnginePlace] = []
         self._of: dict[str, ExtraPlace] = {}
 
     def ask(self) -> ExtraPlace:
@@ -129,7 +129,7 @@ class _Rooms:
             self._kept.append(place.kept)
         place.give_back()
 
-    def left(self, engine: str, options: Options) -> None:
+    def left(self, engine: str, options: EnginePlace) -> None:
         """An engine is no more that was started with these options."""
         place = self._of.pop(engine, None)
         if place is not None:
@@ -182,15 +182,16 @@ class _Drain:
         """Whether it had no request for two looks; asks it again when it has said how many it has."""
         if self._engine.address is None:  # it does not respond yet, or was lost and is not back
             return True
-        if self._asked is not None:
+        if self._asked is not None and self._num_empty < 2:
             done, _ = ray.wait([self._asked], timeout=0)
             if not done:
                 return False
             self._num_requests = said_meanwhile(self._asked, within_s=1)
             self._num_empty = self._num_empty + 1 if self._num_requests == 0 else 0
-        if self._engine.actor is not None:
+        is_empty = self._num_empty >= 2
+        if self._engine.actor is not None and not is_empty:  # else it is stopped while it is asked
             self._asked = self._engine.actor.ask(EngineActor.num_requests)
-        return self._num_empty >= 2
+        return is_empty
 
     def _is_late(self) -> bool:
         if time.monotonic() - self._began < self._within_s:
@@ -235,8 +236,9 @@ class _End:
             if done or time.monotonic() > self._until:
                 self.now()
             return False  # by the next look its process has ended, and writes no file again
-        for file in (self._run_dir / WAITS).glob(f"{self._name}.*.json"):  # else `vime why-stuck` takes it for dead
-            file.unlink(missing_ok=True)
+        for name in (self._name, f"{self._name}-part-*"):
+            for file in (self._run_dir / WAITS).glob(f"{name}.*.json"):  # else `vime why-stuck` takes it for dead
+                file.unlink(missing_ok=True)
         return True
 
     def now(self) -> None:

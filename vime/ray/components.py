@@ -230,7 +230,8 @@ class Components:
             version, metrics = self.versions.trained, {"weights/version": float(self.versions.trained)}
             content_hash, reports = "", list[EngineReport]()
             if engines is not None:
-                report = trainers.publish(version, engines.begin_update(), self._poll(interruptible=False))
+                poll = self._poll(interruptible=False)
+                report = engines.update(lambda addresses: trainers.publish(version, addresses, poll))
                 content_hash, reports, metrics = report.content_hash, [*report.engine_reports], report.metrics()
             if is_external:  # the files have to have the hash of the engines
                 content_hash = trainers.publish_files(version, self._poll(interruptible=False))

@@ -83,7 +83,11 @@ def parts_of(config: Config) -> list[tuple[Role, ...]]:
 
 def world_size(config: Config) -> int:
     """Return the trainer ranks of the policy; a separate role has as many of its own."""
-    return config.cluster.actor_num_nodes * (config.cluster.actor_num_gpus_per_node or 1)
+    return config.cluster.actor_num_nodes * ranks_per_node(config)
+
+
+def ranks_per_node(config: Config) -> int:
+    return config.cluster.actor_num_gpus_per_node or 1
 
 
 def longest_row(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""The driver's handle on all engines and the router: what starts, what serves, what is lost and starts again."""
+"""The driver's handle on all engines and routers: what starts, what serves, what is lost and starts again."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from ray import ObjectRef
 
 from vime.backends.vllm_utils.control import KV_CACHE, WEIGHTS, FleetControl
 from vime.backends.vllm_utils.external import run_keys
-from vime.backends.vllm_utils.router import CHANGE_S, RouterLostError
 from vime.config.colocation import shared_ranks
 from vime.config.deadlines import health_deadline_s, start_deadline_s, update_deadline_s
 from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
-from vime.ray.actor import Actor, Options
-from vime.ray.engine_actors import EngineActor, RouterActor, ServerActor
+from vime.ray.actor import Actor
+from vime.ray.engine_actors import EngineActor, ServerActor
 from vime.ray.managed_engine import Changes, EngineState, ManagedEngine, start_engine
-from vime.ray.managed_router import ManagedRouter
-from vime.ray.placement import ANYWHERE, Places
-from vime.ray.waits import wait_for
+from vime.ray.managed_router import Routers
+from vime.ray.placement import ANYWHERE, EnginePlace, Places
+from vime.ray.waits import START_GRACE_S, ready, wait_for
 from vime.types import (
-    ClusterError,
     ConfigError,
     EngineAddress,
     EngineLostError,
     EngineReport,
+    PublishLostError,
     Version,
     VimeError,
     WaitTimeoutError,
@@ -40,17 +39,17 @@ from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
-Started = TypeVar("Started")
-
 STOP_S, AT_START_STOP_S = 30.0, 3.0
 ASKED_TIMEOUT_S = 60.0  # a busy engine is asked while it generates
 GRACE_S = 30.0  # beyond a health check's own deadline, for an actor to say what it found
 POLL_S = 0.25
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class _Check:
-    """A question to one engine or the router how it is."""
+    """A question to one engine or router how it is."""
 
     ref: ObjectRef[str | None]
     asked: float
@@ -62,8 +61,8 @@ class Engines:
     """The driver's handle: start all, watch all, start again what is lost, stop all. Makes the engines' keys.
 
     An engine that is lost while another serves is started again, up to --max-restarts times in a row without a version
-    that it confirmed; the update that brings it one readmits it (decision 0039). The router is started again at its
-    address, up to as often without a version in between. `tell` shows a message to the user.
+    that it confirmed; the update that brings it one readmits it (decision 0039). Routers are started again too
+    (managed_router.py). `tell` shows a message to the user.
 
     `rank_gpus`: with --colocate, the GPUs that Ray gave to each rank of the policy. Engines sleep between `sleep` and
     `wake_up` of both parts of their memory; a lost one is started again only while all are awake, when the trainers
@@ -86,7 +85,7 @@ class Engines:
         self._is_discarded = False  # no engine has weights until an update brings them
         self._is_stopped = False
         self._deadline_s, self._health_s = start_deadline_s(config), health_deadline_s(config)
-        self._router: ManagedRouter | None = None
+        self._routers: Routers | None = None
         outside = config.cluster.rollout_external_engine_addrs
         self._engines = [
             ManagedEngine(n, place=places.of_engine(n), external=outside[n] if outside else None)
@@ -100,7 +99,7 @@ class Engines:
         self._serving: Version | None = None
         self._fleet: FleetControl | None = None
         self._end: VimeError | None = None  # what ends the run at the next check
-        self._num_lost = self._num_readmitted = self._num_router_lost = 0  # since the last round
+        self._num_lost = self._num_readmitted = 0  # since the last round
         self._longest_away_s = 0.0
         for engine in self._engines:
             self._start(engine)
@@ -137,14 +136,22 @@ class Engines:
         return self._keys.generate
 
     def wait_ready(self, node_id: str, on_poll: Callable[[], None] | None = None) -> Config:
-        """Wait for engines and router, which starts on the node `node_id`. Returns the configuration with the router's
-        address filled in."""
-        self._router = router = ManagedRouter(self._config, self._run_dir, node_id)
+        """Wait for engines and routers, which start on the node `node_id`. Returns the configuration with the first
+        router's address filled in."""
+        self._routers = Routers(
+            self._config,
+            self._run_dir,
+            node_id,
+            serving=self._to_ask,
+            judge=self._judge,
+            emit=self._emit,
+            tell=self._tell,
+        )
         addresses = wait_for(
             [engine.starting for engine in self._engines if engine.starting is not None],
             name="engines to start",
             owner="vLLM",
-            deadline_s=self._deadline_s + 30,
+            deadline_s=self._deadline_s + START_GRACE_S,
             on_poll=on_poll,
             parties=[engine.name for engine in self._engines],
         )
@@ -152,22 +159,12 @@ class Engines:
             engine.respond(address)
 
         def poll() -> None:
-            """The router waits for every engine, also for one that has ended."""
+            """A router waits for every engine, also for one that has ended."""
             if on_poll is not None:
                 on_poll()
             self._check_all()
 
-        [(host, port)] = wait_for(
-            [router.begin(addresses, self._deadline_s)],
-            name="router to start",
-            owner="vllm-router",
-            deadline_s=self._deadline_s + 30,
-            on_poll=poll,
-            parties=["router"],
-        )
-        for engine in self._engines:
-            engine.is_routed = True
-        return router.respond(host, port)
+        return self._routers.wait_ready(addresses, self._deadline_s, poll)
 
     def check(self, *, is_updating: bool = False) -> None:
         """Called while the driver waits for something else. Starts again what is lost; raises the VimeError of what
@@ -216,12 +213,13 @@ class Engines:
         self._on_all(lambda fleet: fleet.wake_up(part, is_last=is_last), "was lost while it was to wake up")
         self._asleep = self._asleep[1:]
 
-    def _on_all(self, call: Callable[[FleetControl], None], why: str) -> None:
-        """Make a call of every engine that responds; one that is lost in it is left out, as in an update."""
+    def _on_all(self, call: Callable[[FleetControl], object], why: str, timeout_s: float | None = None) -> None:
+        """Make a call of every engine that responds; one that is lost in it is left out, as in an update. `timeout_s`
+        None: the deadline of one."""
         asked = [engine for engine in self._engines if engine.address is not None]
         fleet = FleetControl(
             [engine.address for engine in asked if engine.address is not None],
-            timeout_s=update_deadline_s(self._config),
+            timeout_s=timeout_s or update_deadline_s(self._config),
             may_lose=len(asked) > 1,
         )
         try:
@@ -253,13 +251,34 @@ class Engines:
         self._updated = self.addresses
         return self._updated
 
+    def update(self, send: Callable[[list[EngineAddress]], T]) -> T:
+        """Return what `send` returns, which brings an update to the engines it is given. `served` ends it.
+
+        Over `gloo` an engine that is lost in an update fails it for all. Those that are left then get the same version
+        again, over a group of their own; each try has fewer engines than the one before. Not an adapter: an engine that
+        has it already would refuse it.
+        """
+        engines = self.begin_update()
+        is_sent_again = self._config.weights.update_weight_transport == "gloo" and not self._config.lora.trains_adapter
+        while True:
+            try:
+                return send(engines)
+            except PublishLostError as error:
+                before = engines
+                if not is_sent_again or len(before) < 2:
+                    raise
+                self._on_all(lambda fleet: fleet.is_paused(), f"was lost in an update: {error}", self._health_s)
+                engines = self._updated = self.addresses
+                if not any(address not in engines for address in before):
+                    raise
+                self._tell(f"The weight update is sent again to the {len(engines)} engines that are left.")
+
     def served(self, version: Version, reports: Sequence[EngineReport]) -> None:
         """The engines of these reports have confirmed `version`: prompts go to them. One that was to get the update and
         is not among them is lost."""
         self._num_updates += 1
         self._serving, self._is_discarded = version, False
-        if self._router is not None and self._router.is_up:
-            self._router.losses.end()
+        self._started_routers.serve()
         confirmed = {report.engine for report in reports}
         updated = [engine for engine in self._engines if engine.address in self._updated]
         for engine in updated:
@@ -278,9 +297,9 @@ class Engines:
             told["engines/readmitted"] = self._num_readmitted
         if self._num_readmitted:
             told["engines/away_time"] = self._longest_away_s
-        if self._num_router_lost:
-            told["engines/router_lost"] = self._num_router_lost
-        self._num_lost = self._num_readmitted = self._num_router_lost = 0
+        if self._routers is not None and (num_routers_lost := self._routers.take_lost()):
+            told["engines/router_lost"] = num_routers_lost
+        self._num_lost = self._num_readmitted = 0
         self._longest_away_s = 0.0
         return {name: float(value) for name, value in told.items()}
 
@@ -297,7 +316,7 @@ class Engines:
             raise ConfigError(f"{name!r}: this run has no such engine. Expected one of {known}.")
         return engine
 
-    def add(self, place: Options) -> ManagedEngine:
+    def add(self, place: EnginePlace) -> ManagedEngine:
         """Start one more engine there. The next update brings it the weights; prompts go to it when it has confirmed
         them. ConfigError before the first version is served."""
         if self._serving is None:
@@ -310,7 +329,7 @@ class Engines:
         return engine
 
     def drain(self, name: str) -> ManagedEngine:
-        """Let the router send nothing more to this engine. Until `release` it gets updates, for the requests that it
+        """Let the routers send nothing more to this engine. Until `release` it gets updates, for the requests that it
         has. ConfigError when there is none of this name, it is drained already, or no other serves."""
         engine = self.find(name)
         if engine.state is EngineState.DRAINING:
@@ -320,12 +339,11 @@ class Engines:
                 f"{name} cannot be drained: no other engine serves, and the run could not go on. Expected at least one "
                 "that does. Add one first (`vime engines RUN add`), or wait until another serves."
             )
-        was_routed, address = engine.is_routed, engine.address
-        engine.state, engine.is_routed = EngineState.DRAINING, False
+        engine.state = EngineState.DRAINING
         self._emit(EventKind.ENGINE_DRAINING, engine=name)
         self._tell(f"{name} gets no new requests: it is to be stopped.")
-        if address is not None:
-            self._leave_out(address, is_routed=was_routed)
+        if engine.address is not None:
+            self._started_routers.leave_out(engine.address)
         return engine
 
     def release(self, engine: ManagedEngine, reason: str) -> Actor[EngineActor] | None:
@@ -343,16 +361,17 @@ class Engines:
         return [each for each in self._engines if each is not engine and each.state is EngineState.SERVING]
 
     def stop(self, grace_s: float = STOP_S) -> None:
-        """Stop the router first, then the engines; an actor that is gone took its child with it. `grace_s` 0, after a
+        """Stop the routers first, then the engines; an actor that is gone took its child with it. `grace_s` 0, after a
         failed start: actors that are not up yet are not waited for, but all running servers together get a moment, so
         that none outlives the run."""
         self._is_stopped = True
         self._close_fleet()
         for engine in self._engines:
             engine.losses.end()
-        if self._router is not None:
-            self._router.losses.end()
-        routers: list[Actor[ServerActor]] = [self._router.actor] if self._router and self._router.actor else []
+        all_routers = self._routers.each if self._routers is not None else []
+        for router in all_routers:
+            router.losses.end()
+        routers: list[Actor[ServerActor]] = [router.actor for router in all_routers if router.actor is not None]
         engines: list[Actor[ServerActor]] = [engine.actor for engine in self._engines if engine.actor is not None]
         for actors in (routers, engines) if grace_s else ([*routers, *engines],):
             if not actors:
@@ -371,12 +390,11 @@ class Engines:
             self._fleet.close()
 
     def _watched(self) -> dict[str, Actor[ServerActor]]:
-        """Return the actors that can be asked how they are: of the engines that respond, and of the started router."""
+        """Return the actors that can be asked how they are: of the engines that respond, and of the routers."""
         found: dict[str, Actor[ServerActor]] = {
             engine.name: engine.actor for engine in self._engines if engine.actor and engine.address
         }
-        router = self._router
-        return {**found, "router": router.actor} if router and router.actor and router.is_up else found
+        return found if self._routers is None else {**found, **self._routers.up()}
 
     def _check_all(self, *, is_updating: bool = False) -> None:
         """Read what has arrived of the questions before, and ask those who have responded again when it is time."""
@@ -397,7 +415,7 @@ class Engines:
                 self._judge(name, WaitTimeoutError(asked, now - check.asked, "its actor", "See RUN_DIR/logs."))
 
     def _read(self, name: str, *, is_updating: bool) -> None:
-        """Take what an engine, or the router, said of itself."""
+        """Take what an engine or a router said of itself."""
         check = self._checks[name]
         check.is_over = True
         asked = f"{name} to say how it is"
@@ -413,16 +431,17 @@ class Engines:
             self._judge(name, EngineLostError(other))
 
     def _named(self, name: str) -> ManagedEngine | None:
-        """Return the engine of this name; None: it is the router."""
+        """Return the engine of this name; None: it is a router."""
         return next((engine for engine in self._engines if engine.name == name), None)
 
     def _judge(self, name: str, error: VimeError) -> None:
-        """Lose the engine or the router, or raise what ends the run."""
+        """Lose the engine or router, or raise what ends the run."""
         if not may_pass(error):
             raise error
         engine = self._named(name)
         if engine is None:
-            self._lose_router(error)
+            self._started_routers.lose(name, error)
+            self._checks.pop(name, None)
         else:
             self._lose(engine, error)
 
@@ -440,7 +459,7 @@ class Engines:
             raise error
         if engine.actor is not None:
             engine.actor.kill()
-        was_routed, address = engine.is_routed, engine.address
+        address = engine.address
         start_in_s = engine.lose()
         self._checks.pop(engine.name, None)
         self._num_lost += 1
@@ -448,48 +467,22 @@ class Engines:
         back = "started again" if engine.external is None else "waited for: its owner starts it"
         self._tell(f"{engine.name} is lost and is {back}; {len(others)} of {len(self)} serve. {error}")
         if address is not None:
-            self._leave_out(address, is_routed=was_routed)
+            self._started_routers.leave_out(address)
 
     def _give_up(self, engine: ManagedEngine, error: VimeError) -> None:
         """Have an engine no more that is lost, and that the run can do without: one that was to be stopped anyway, or
         that was added and has never served."""
-        was_routed, address = engine.is_routed, engine.address
+        address = engine.address
         actor = self.release(engine, f"lost: {error}")
         if actor is not None:
             actor.kill()
         if address is not None:
-            self._leave_out(address, is_routed=was_routed)
-
-    def _leave_out(self, address: EngineAddress, *, is_routed: bool) -> None:
-        """Let the router no longer send to a lost engine, also one that starts and waits for it."""
-        router = self._started_router
-        if is_routed:
-            try:
-                self._ask_router(RouterActor.leave_out, address)
-            except VimeError as error:
-                self._judge("router", error)
-        elif address in router.engines and router.starting is not None:
-            router.end()
-            router.begin(self._to_ask(), self._deadline_s)
-
-    def _lose_router(self, error: VimeError) -> None:
-        """Have the router started again at its address: requests are sent again until it responds. Raises `error` after
-        too many starts."""
-        router = self._started_router
-        if router.losses.count >= self._config.cluster.max_restarts:
-            raise error
-        start_in_s = router.lose()
-        for engine in self._engines:
-            engine.is_routed = False
-        self._checks.pop("router", None)
-        self._num_router_lost += 1
-        self._emit(EventKind.ROUTER_LOST, error=str(error), start_in_s=start_in_s)
-        self._tell(f"the router is lost and is started again. {error}")
+            self._started_routers.leave_out(address)
 
     @property
-    def _started_router(self) -> ManagedRouter:
-        assert self._router is not None, "nothing is lost before its first start"
-        return self._router
+    def _started_routers(self) -> Routers:
+        assert self._routers is not None, "nothing is lost before their first start"
+        return self._routers
 
     def _start(self, engine: ManagedEngine) -> None:
         ranks = shared_ranks(self._config, engine.index) if self._rank_gpus else ()
@@ -499,11 +492,8 @@ class Engines:
 
     def _go_on_starting(self) -> None:
         """Start what was lost and whose time has come, and look whether what starts is ready."""
-        router = self._router
-        if router is not None and router.starting is not None and router.losses.count:
-            self._look_at_router(router)
-        elif router is not None and router.losses.first_at is not None and time.monotonic() >= router.losses.start_at:
-            router.begin(self._to_ask(), self._deadline_s)
+        if self._routers is not None:
+            self._routers.go_on()
         for engine in [*self._engines]:  # one that was added and does not start is taken out
             may_start = not self._asleep and time.monotonic() >= engine.losses.start_at
             if engine.state is EngineState.LOST and may_start:
@@ -514,45 +504,21 @@ class Engines:
 
     def _look_at_start(self, engine: ManagedEngine) -> None:
         assert engine.starting is not None, "it starts"
-        address = self._started(engine.name, engine.starting, engine.began)
+        try:
+            address = ready(engine.starting, engine.name, began=engine.began, deadline_s=self._deadline_s)
+        except VimeError as error:
+            self._judge(engine.name, error)
+            return
         if address is None:
             return
         engine.respond(address)
         if engine.losses.first_at is not None:
             self._emit(EventKind.ENGINE_READY, engine=engine.name)
 
-    def _look_at_router(self, router: ManagedRouter) -> None:
-        assert router.starting is not None, "it starts"
-        listens = self._started("router", router.starting, router.began)
-        if listens is None:
-            return
-        router.respond(*listens)
-        away_s = router.losses.back()
-        self._emit(EventKind.ROUTER_READY, lost_s=away_s)
-        self._tell(f"the router responds again, {away_s:.0f} s after its loss.")
-        for engine in self._engines:
-            if engine.state is EngineState.SERVING and engine.address is not None:
-                engine.is_routed = engine.address in router.engines
-                self._take_in(engine)
-
-    def _started(self, name: str, starting: ObjectRef[Started], began: float) -> Started | None:
-        """Return what an actor says when its server is ready; None when it is not yet, or was lost."""
-        what, asked_s = f"{name} to start", time.monotonic() - began
-        done, _ = ray.wait([starting], timeout=0)
-        if not done and asked_s <= self._deadline_s + GRACE_S:
-            return None
-        try:
-            if not done:
-                raise WaitTimeoutError(what, asked_s, "its actor", "See RUN_DIR/logs.")
-            found: list[Started] = wait_for(done, name=what, owner="vLLM", deadline_s=10, parties=[name])
-        except VimeError as error:
-            self._judge(name, error)
-            return None
-        return found[0]
-
     def _readmit(self, engine: ManagedEngine, version: Version) -> None:
-        """Let the router send to it, if it does not yet."""
-        if not self._take_in(engine):
+        """Let the routers send to it, those that do not yet."""
+        assert engine.address is not None, "it confirmed a version"
+        if not self._started_routers.take_in(engine.address):
             return
         away_s = engine.serve()
         if away_s is not None:
@@ -560,37 +526,6 @@ class Engines:
             self._longest_away_s = max(self._longest_away_s, away_s)
             self._emit(EventKind.ENGINE_READMITTED, engine=engine.name, version=version, lost_s=away_s)
             self._tell(f"{engine.name} serves again, {away_s:.0f} s after its loss.")
-
-    def _take_in(self, engine: ManagedEngine) -> bool:
-        """Tell the router of an engine that may serve. While the router is away, it will be told when it is back.
-        Returns whether the engine is well."""
-        assert engine.address is not None, "it responded"
-        if engine.is_routed or not self._started_router.is_up:
-            return True
-        try:
-            self._ask_router(RouterActor.take_in, engine.address)
-        except RouterLostError as error:
-            self._judge("router", error)
-        except VimeError as error:
-            self._judge(engine.name, error)
-            return False
-        else:
-            engine.is_routed = True
-        return True
-
-    def _ask_router(self, method: Callable[[RouterActor, str], None], address: EngineAddress) -> None:
-        actor = self._started_router.actor
-        assert actor is not None, "it is up"
-        try:
-            wait_for(
-                [actor.ask(method, address.url)],
-                name=f"the router to change how it treats {address.name}",
-                owner="vllm-router",
-                deadline_s=CHANGE_S + GRACE_S,
-                parties=["router"],
-            )
-        except (ClusterError, WaitTimeoutError) as error:  # its actor is gone or hangs
-            raise RouterLostError(str(error)) from error
 
     def _emit(self, kind: EventKind, **facts: str | float | None) -> None:
         if self._events is not None:

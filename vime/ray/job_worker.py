@@ -11,13 +11,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from vime.config.parse import Args
 from vime.gateway import messages as m
 from vime.gateway.client import UNCONFIRMED, GatewayClient, RefusedError
 from vime.handoff.ledger_types import Task
 from vime.rollout.generation import eval_sampling_params
-from vime.rollout.group_worker import Assignment, GroupWorker
-from vime.rollout.groups import UNUSABLE, generate_and_rm_group
+from vime.rollout.group_worker import UNUSABLE, Assignment, GroupWorker, generate_and_rm_group
 from vime.rollout.loops import raise_first
 from vime.rollout.partial import oldest_allowed
 from vime.rollout.reward_errors import ErrorShare, error_of
@@ -250,12 +251,12 @@ class JobWorker(GroupWorker):
     def _given(self, sample: Sample, extra_fields: Sequence[str]) -> m.GivenSample:
         return m.GivenSample(
             index=sample.index,
-            tokens=sample.tokens,
+            tokens=_packed(sample.tokens, "<i4"),
             response_length=sample.response_length,
-            log_probs=sample.rollout_log_probs,
+            log_probs=_packed(sample.rollout_log_probs, "<f4"),
             versions=[(span.start, span.end, span.version) for span in sample.token_policy_versions],
             reward=self._reward(sample),
-            loss_mask=sample.loss_mask,  # type: ignore[arg-type]  # zeros and ones
+            loss_mask=None if sample.loss_mask is None else _packed(sample.loss_mask, "u1"),
             status="truncated" if sample.status is SampleStatus.TRUNCATED else "completed",
             response=sample.response,
             extra={name: _extra(sample, name) for name in extra_fields},
@@ -270,6 +271,11 @@ class JobWorker(GroupWorker):
         sample.scalar_reward(key)  # raises where the run could not train on it
         numbers = {name: value for name, value in sample.reward.items() if isinstance(value, (int, float))}
         return {str(name): float(value) for name, value in numbers.items() if abs(value) <= LARGEST_REWARD}
+
+
+def _packed(numbers: Sequence[float], kind: str) -> bytes:
+    """A column as the protocol packs it, which the gateway reads in far less time than a list."""
+    return np.asarray(numbers, kind).tobytes()
 
 
 def _samples_of(prompt: m.Prompt | m.EvalPrompt) -> list[Sample]:

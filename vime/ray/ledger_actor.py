@@ -17,8 +17,7 @@ from typing import Concatenate, cast
 
 from ray import ObjectRef
 
-from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_port import P, Part, R, call_ledger
+from vime.handoff.ledger import Ledger, P, Part, R, call_ledger
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, LedgerRules, RestoreReport, Task
 from vime.handoff.ledger_undo import lasting_file
 from vime.handoff.spool import Spools
@@ -49,7 +48,7 @@ class LedgerActor:
         self._notified = self._ledger.sequence  # the last line of the history that waiters were notified of
 
     async def call(self, name: str, arguments: tuple[object, ...], options: dict[str, object]) -> object:
-        """Run one of `ledger_port.CALLS`; a refusal is raised as its own error."""
+        """Run one of `ledger.CALLS`; a refusal is raised as its own error."""
         if self._expiring is None:
             self._expiring = asyncio.create_task(self._expire())
         try:
@@ -167,7 +166,7 @@ class LedgerClient:
         return self._wait(self._actor.ask_coroutine(LedgerActor.pid), "the ledger to start")
 
     def call(self, method: Callable[Concatenate[Part, P], R], *arguments: P.args, **options: P.kwargs) -> R:
-        """Run the method in the ledger's process. It must be one of `ledger_port.CALLS`."""
+        """Run the method in the ledger's process. It must be one of `ledger.CALLS`."""
         name = method.__qualname__
         answer = self._actor.ask_coroutine(LedgerActor.call, name, arguments, options)
         return cast("R", self._wait(answer, _answer_to(name)))

@@ -18,6 +18,7 @@ from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import ENGINE_CPUS
 from vime.ray.engine_actors import EngineActor, ExternalEngineActor
 from vime.ray.losses import Losses
+from vime.ray.placement import EnginePlace
 from vime.types import EngineAddress
 
 MAX_CALLS = 4  # at a time in an actor
@@ -49,9 +50,8 @@ class ManagedEngine:
     actor: Actor[EngineActor] | None = None
     starting: ObjectRef[EngineAddress] | None = None  # until it is ready
     address: EngineAddress | None = None  # while it is ready or serves
-    is_routed: bool = False  # the router sends to it
     began: float = field(default_factory=time.monotonic)  # its start
-    place: Options = field(default_factory=Options)  # where Ray starts it
+    place: EnginePlace = ()  # where Ray starts it
     external: str | None = None  # HOST:PORT of one that somebody else started
     is_new: bool = False  # added to a live run, and has served nothing yet
     losses: Losses = field(init=False)  # since it confirmed a version
@@ -80,7 +80,6 @@ class ManagedEngine:
         """Note a loss. Returns the seconds until it is started again."""
         self.state = EngineState.LOST
         self.actor = self.starting = self.address = None
-        self.is_routed = False
         return self.losses.add()
 
 
@@ -93,6 +92,11 @@ def start_engine(
         told = (config, engine.index, str(run_dir), keys, engine.external, owner_name(run_dir))
         return start_actor(ExternalEngineActor, aside, *told)
     cluster = config.cluster
+    here, *further = engine.place or (Options(),)
     gpus = cluster.rollout_num_gpus_per_engine if cluster.device == "cuda" and not cluster.colocate else 0
-    options: Options = {"num_cpus": ENGINE_CPUS, "num_gpus": gpus, "max_concurrency": MAX_CALLS, **engine.place}
-    return start_actor(EngineActor, options, config, engine.index, str(run_dir), keys, shared_gpus)
+    options: Options = {
+        "num_cpus": ENGINE_CPUS, "num_gpus": gpus // (1 + len(further)), "max_concurrency": MAX_CALLS
+    }  # fmt: skip
+    others: list[Options] = [{**options, **place} for place in further]
+    where: Options = {**options, **here}
+    return start_actor(EngineActor, where, config, engine.index, str(run_dir), keys, shared_gpus, others)

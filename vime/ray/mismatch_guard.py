@@ -8,7 +8,8 @@ Three comparisons, so that like always meets like (T: the version that trains):
   sampled it, an engine scores a few of its rows afresh: recorded against that.
 * After such a round, when the engines have confirmed the new weights: a fresh score against the trainer's.
 
-`ray/mismatch_probes.py` makes the record; `vime diagnose` finds the cause in it, when somebody asks.
+`ray/mismatch_probes.py` makes the record; `vime diagnose` finds the cause in it, when somebody asks. A cause is
+recorded once: in later rounds only its own test is asked, and everything again when that test does not show it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
 from vime.data.images import images_of
 from vime.data.rows import TrainRow
+from vime.observability.diagnosis import Cause, Finding, diagnose
 from vime.observability.events import EventKind, EventLog
-from vime.observability.mismatch_record import Stage, write_record
+from vime.observability.mismatch_record import MismatchRecord, Stage, write_record
 from vime.observability.screen import Screen
 from vime.ray.actor import Actor
 from vime.ray.mismatch_probes import MismatchProbes
@@ -39,6 +41,25 @@ from vime.types import EngineError, MismatchError, SamplingRule, Version, VimeEr
 from vime.weights.versions import VersionLedger
 
 logger = logging.getLogger(__name__)
+
+
+GROWN = 2.0
+"""A known cause is recorded again when the mean difference is this many times that of its last record."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class KnownCause:
+    """What a record of this run has shown. `finding` None: no known cause explained it."""
+
+    finding: Finding | None
+    rollout_id: int
+    mean: float
+    path: str = ""  # of the record; empty: it could not be written
+    num_rounds: int = 1  # with this cause so far
+
+    @property
+    def name(self) -> str:
+        return str(self.finding.cause if self.finding else Cause.UNKNOWN)
 
 
 class HasFleet(Protocol):
@@ -71,6 +92,7 @@ class MismatchGuard:
         self._rule = SamplingRule(temperature=config.rollout.rollout_temperature)
         self._unconfirmed: GeneratedRound | None = None  # trained, but none of its tokens could be compared
         self._rescored: dict[int, dict[str, float]] = {}  # by round, until it is trained
+        self._causes: dict[tuple[Stage, str], KnownCause] = {}  # the last record of each
 
     def train(
         self, generated: GeneratedRound, version: Version, on_poll: Callable[[], None] | None = None
@@ -160,26 +182,34 @@ class MismatchGuard:
         rule: SamplingRule,
         is_current: bool = True,
     ) -> None:
-        """Above the threshold: write the record, say so, and raise MismatchError under --on-train-rollout-diff stop."""
+        """Above the threshold: write the record unless its cause is known, say so, and raise MismatchError under
+        --on-train-rollout-diff stop."""
         if not found.mean > self._threshold:
             return
         self._screen.activity("recording where trainer and engine differ")
         # the trainers score the rows; with --colocate the engines are asleep meanwhile
-        record = self._probes_of(None if self._config.cluster.colocate else self._fleet).record(
-            found, rollout_id=rollout_id, stage=stage, version=version, rule=rule, is_current=is_current
+        probes = self._probes_of(None if self._config.cluster.colocate else self._fleet)
+        ask = partial(
+            probes.record,
+            found,
+            rollout_id=rollout_id,
+            stage=stage,
+            version=version,
+            rule=rule,
+            is_current=is_current,
         )
-        path: Path | None = None
-        says = f"The cause: vime diagnose {self._run_dir} --round {rollout_id}"
-        try:
-            path = write_record(self._run_dir, record)
-        except OSError as error:  # a full disk does not end a run that may go on
-            says = f"Its rows could not be recorded: {error}"
+        known = self._known(ask, found.mean, stage)
+        if known is not None:
+            says = f"The cause is that of round {known.rollout_id}: {known.name}"
+        else:
+            known, says = self._record(ask(), found.mean)
         self._events.emit(
             EventKind.DISAGREEMENT,
             rollout_id=rollout_id,
             difference=found.mean,
             threshold=self._threshold,
-            path=str(path or ""),
+            path=known.path,
+            cause=known.name,
         )
         message = (
             f"round {rollout_id}, {stage.words}: trainer and engine differ by {found.mean:.3g} nats a token (largest "
@@ -189,6 +219,35 @@ class MismatchGuard:
         if self._config.agreement.on_train_rollout_diff == "stop":
             raise MismatchError(f"{message} (--on-train-rollout-diff stop)")
         self._screen.warn(message)
+
+    def _record(self, record: MismatchRecord, mean: float) -> tuple[KnownCause, str]:
+        """Write it and remember its cause. Returns that, and what to tell."""
+        known = KnownCause(finding=diagnose(record).finding, rollout_id=record.rollout_id, mean=mean)
+        told = f"The cause: vime diagnose {self._run_dir} --round {record.rollout_id}"
+        try:
+            known.path = str(write_record(self._run_dir, record))
+        except OSError as error:  # a full disk does not end a run that may go on
+            return known, f"Its rows could not be recorded: {error}"
+        known.num_rounds = self._causes.get((record.stage, known.name), known).num_rounds
+        self._causes[record.stage, known.name] = known
+        return known, told
+
+    def _known(self, ask: Callable[..., MismatchRecord], mean: float, stage: Stage) -> KnownCause | None:
+        """Return the recorded cause that is at work once more. None: it is another one, or it has grown.
+
+        Nothing tests that the cause is still unknown, so everything is asked again in the 2nd, 4th, 8th ... round."""
+        candidates = [known for (at, _), known in self._causes.items() if at == stage and mean <= GROWN * known.mean]
+        for known in candidates:
+            if known.finding is not None:
+                told = diagnose(ask(again=known.finding)).finding
+                if told is not None and told.cause == known.finding.cause:
+                    return known
+        for known in candidates:
+            if known.finding is None:
+                known.num_rounds += 1
+                if known.num_rounds & (known.num_rounds - 1):  # no power of two
+                    return known
+        return None
 
     def _images(self, rollout_id: int, rows: Sequence[TrainRow]) -> RowImages:
         """Return the images of the rows for an engine. Nobody is asked for those of rows that have none."""

@@ -18,7 +18,7 @@ import numpy as np
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.parse import Config
 from vime.data.rows import TrainRow
-from vime.observability.diagnosis import MAX_LESS_LIKELY
+from vime.observability.diagnosis import MAX_LESS_LIKELY, Cause, Finding
 from vime.observability.mismatch_record import (
     MAX_TOKENS,
     EngineLogprobs,
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 MAX_TEXT = 4000  # characters that are kept of a sample's text
 MAX_ENGINES = 4  # whose scores are kept: those farthest from the trainer
 LARGEST_K = 1 << 18
+OF_WEIGHTS, OF_TOKENS, OF_CACHE = (Cause.WEIGHTS, Cause.NUMERICS), (Cause.TOKENISATION,), (Cause.PREFIX_CACHE,)
+"""What each question to trainers and engines tells."""
 TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0)
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -76,10 +78,13 @@ class MismatchProbes:
         version: Version,
         rule: SamplingRule,
         is_current: bool = True,
+        again: Finding | None = None,
     ) -> MismatchRecord:
-        """Ask everybody. `rule`: by which the recorded log-probabilities should have come about. `version`: of the
-        trainer's weights, or with `is_current` False of the engines', while the trainer's are newer: engines are then
-        not asked for a score, as that they differ would say nothing."""
+        """Ask everybody, or with `again` only what shows whether the cause of that finding is at work once more.
+
+        `rule`: by which the recorded log-probabilities should have come about. `version`: of the trainer's weights, or
+        with `is_current` False of the engines', while the trainer's are newer: engines are then not asked for a score,
+        as that they differ would say nothing."""
         rows = [suspect.row for suspect in found.suspects]
         kept = [_kept(suspect) for suspect in found.suspects]
         texts = self._texts_of(rollout_id, [row.sample_index for row in rows])
@@ -105,18 +110,17 @@ class MismatchProbes:
         own = under(SamplingRule())
         engines = [
             dataclasses.replace(engine, log_probs=_cut(engine.log_probs, kept))
-            for engine in (self.engine_logprobs(rows, images) if is_current else [])
+            for engine in (self.engine_logprobs(rows, images) if is_current and _asks(again, OF_WEIGHTS) else [])
         ]
         engines.sort(key=lambda engine: record.left(engine.log_probs, own), reverse=True)
-        searched = [_temperature(record, under), *_truncations(record, under)]
-        wanted = dict.fromkeys([SamplingRule(), *searched])
+        wanted = dict.fromkeys([SamplingRule(), *_searched(record, under, again)])
         return dataclasses.replace(
             record,
             trainer_hash=self._trainers.weights_hash() if engines else "",
             engines=engines[:MAX_ENGINES],
             rescored=[RescoredLogprobs(rule=other, log_probs=under(other)) for other in wanted],
-            retokenized=self._retokenized(rows, kept, texts, rule),
-            cache_gaps=self._cache_gaps(rows, images),
+            retokenized=self._retokenized(rows, kept, texts, rule) if _asks(again, OF_TOKENS) else [],
+            cache_gaps=self._cache_gaps(rows, images) if _asks(again, OF_CACHE) else {},
         )
 
     def _retokenized(
@@ -151,6 +155,19 @@ class MismatchProbes:
             logger.warning("no answer with and without the prefix cache: %s", error)
             return {}
         return gaps
+
+
+def _asks(again: Finding | None, causes: Sequence[Cause]) -> bool:
+    return again is None or again.cause in causes
+
+
+def _searched(
+    record: MismatchRecord, under: Callable[[SamplingRule], Scores], again: Finding | None
+) -> list[SamplingRule]:
+    """The rules that leave the least, or the one of a finding that is asked about again."""
+    if again is None:
+        return [_temperature(record, under), *_truncations(record, under)]
+    return [again.rule] if again.rule else []
 
 
 def _kept(suspect: Suspect) -> slice:

@@ -3,7 +3,9 @@
 Ray places one actor at a time, wherever something is free: the ranks of one tensor-parallel group may come to lie on
 two nodes, and an engine of eight GPUs waits without an end where eight nodes have one each. Here one placement group is
 asked for before the first actor. Its bundles, which Ray never divides, are the ranks of a node
-(--actor-num-gpus-per-node of them, once for each of --actor-num-nodes and each world of ranks) and each engine. With
+(--actor-num-gpus-per-node of them, once for each of --actor-num-nodes and each world of ranks) and each engine. An
+engine that no node is large enough for is divided over as few nodes as have equal parts of it; which ones, is chosen
+here, because Ray would put two parts on one node, or far apart, and each bundle says its node. With
 --colocate an engine goes into the bundle of the ranks whose GPUs it shares. Ray gives a GPU to one actor alone, so it
 gives them to the ranks, and each engine is told which ones its ranks got.
 
@@ -13,11 +15,13 @@ A local Ray has one node: there nothing is asked for.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -28,7 +32,7 @@ from vime.config.parse import Config
 from vime.ray.actor import Options
 from vime.ray.cluster import ENGINE_CPUS, LEDGER_CPUS, MANAGER_CPUS, TRAINER_CPUS, num_trainer_ranks
 from vime.ray.nodes import Node, check_nodes, nodes_of_cluster
-from vime.types import ClusterError
+from vime.types import ClusterError, ConfigError
 from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
@@ -36,6 +40,12 @@ POLL_S = 1  # Ray takes whole seconds
 PLACE_S = 20.0
 """For Ray to reserve what is free. Where something is missing it waits without an end."""
 ROUNDING = 1e-6
+NODE_LABEL = "ray.io/node-id"
+ON_ONE_HOST = ("shm", "ipc")
+"""Transports whose bytes only processes of the sender's host can read."""
+
+EnginePlace = Sequence[Options]
+"""Ray's options on each node of an engine, the first that of its server; none on a local Ray."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +55,8 @@ class Bundle:
     what: str
     cpus: float
     gpus: float
+    apart: str = ""
+    """The engine that this is a part of: each of its parts is on a node of its own."""
 
     @property
     def resources(self) -> dict[str, float]:
@@ -59,15 +71,15 @@ class Places:
     """Where actors go: Ray's options for each; none on a local Ray."""
 
     worlds: Sequence[Sequence[Options]] = ()  # by world of ranks, the policy's first, and by rank
-    engines: Sequence[Options] = ()
+    engines: Sequence[EnginePlace] = ()
     home: Options = field(default_factory=Options)
     """Of RolloutManager and ledger, and so of router and gateway: the node whose disk has the run directory."""
 
     def of_rank(self, world: int, rank: int) -> Options:
         return self.worlds[world][rank] if self.worlds else {}
 
-    def of_engine(self, index: int) -> Options:
-        return self.engines[index] if self.engines else {}
+    def of_engine(self, index: int) -> EnginePlace:
+        return self.engines[index] if self.engines else ()
 
 
 ANYWHERE = Places()
@@ -82,15 +94,18 @@ def reserved(config: Config, on_poll: Callable[[], None] = lambda: None) -> Iter
         return
     nodes = nodes_of_cluster()
     check_nodes(config, nodes, on_poll)
-    bundles = bundles_of(config)
+    per_engine = nodes_of_engine(config, nodes)
+    refuse_other_hosts(config, per_engine)
+    bundles = bundles_of(config, per_engine)
     refuse_what_no_node_has(bundles, nodes)
-    group = placement_group([bundle.resources for bundle in bundles], strategy="PACK")
+    pins = _pinned(bundles, on_poll) if per_engine > 1 else None
+    group = placement_group([bundle.resources for bundle in bundles], strategy="PACK", bundle_label_selector=pins)
     try:
         _wait(group, bundles, on_poll)
         home = _home(config, nodes_of_cluster())  # now: with what the group has left
         by_bundle: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         order = {node.id: place for place, node in enumerate(nodes)}
-        places = _places(config, group, lambda index: order.get(by_bundle[index], len(order)), home)
+        places = _places(config, group, lambda index: order.get(by_bundle[index], len(order)), home, per_engine)
         for node in nodes:
             there = [bundle.what for index, bundle in enumerate(bundles) if by_bundle[index] == node.id]
             if there:
@@ -105,19 +120,30 @@ class ExtraPlace:
     """Room for one more engine of a live run: a placement group of its own, also on a local Ray, where an actor that
     does not fit would wait without an end. `kept`: a place that the run has already."""
 
-    def __init__(self, config: Config, kept: Options | None = None) -> None:
-        self.kept = kept
-        self._bundle, self._ends = engine_bundle(config, "one more engine"), time.monotonic() + PLACE_S
-        self._group = None if kept is not None else placement_group([self._bundle.resources], strategy="PACK")
+    def __init__(self, config: Config, kept: EnginePlace | None = None) -> None:
+        self.kept, self._ends = kept, time.monotonic() + PLACE_S
+        self._group: PlacementGroup | None = None
+        self._bundles, self._refused = list[Bundle](), ""
+        if kept is not None:
+            return
+        try:
+            self._bundles = engine_bundles(config, "one more engine", nodes_of_engine(config, nodes_of_cluster()))
+        except ClusterError as error:  # the node that was large enough has gone
+            self._refused = str(error)
+            return
+        strategy = "STRICT_SPREAD" if len(self._bundles) > 1 else "PACK"
+        self._group = placement_group([bundle.resources for bundle in self._bundles], strategy=strategy)
 
-    def find(self) -> Options | None:
+    def find(self) -> EnginePlace | None:
         """Return where to start it; None: Ray looks for it still. ClusterError when there is no room."""
+        if self._refused:
+            raise ClusterError(self._refused)
         if self._group is None:
             return self.kept
         if placement_group_table(self._group)["state"] == "CREATED":
-            return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, 0)}
+            return [_at(self._group, number) for number in range(len(self._bundles))]
         if time.monotonic() > self._ends:
-            raise ClusterError(f"no node has room for {_described(self._bundle)}: {_table(nodes_of_cluster())}")
+            raise ClusterError(f"no node has room for {_described(self._bundles[0])}: {_table(nodes_of_cluster())}")
         return None
 
     def give_back(self) -> None:
@@ -128,14 +154,48 @@ class ExtraPlace:
         self._group = None
 
 
-def engine_bundle(config: Config, what: str) -> Bundle:
+def engine_bundles(config: Config, what: str, num_nodes: int) -> list[Bundle]:
+    """Return one for each node of an engine."""
     gpus = config.cluster.rollout_num_gpus_per_engine if config.cluster.device == "cuda" else 0
-    return Bundle(what=what, cpus=ENGINE_CPUS, gpus=gpus)
+    if num_nodes == 1:
+        return [Bundle(what=what, cpus=ENGINE_CPUS, gpus=gpus)]
+    return [
+        Bundle(what=f"part {part + 1} of {num_nodes} of {what}", cpus=ENGINE_CPUS, gpus=gpus // num_nodes, apart=what)
+        for part in range(num_nodes)
+    ]
 
 
-def bundles_of(config: Config) -> list[Bundle]:
+def nodes_of_engine(config: Config, nodes: Sequence[Node]) -> int:
+    """Return on how many nodes each engine is: one where any is large enough, else as few as have equal parts of it.
+    By what nodes have, not by what is free: a busy cluster does not divide an engine in silence."""
+    cluster, size = config.cluster, config.cluster.rollout_num_gpus_per_engine
+    has_own_gpus = cluster.device == "cuda" and not cluster.colocate and not config.debug.debug_train_only
+    if not has_own_gpus or not cluster.num_started_engines:
+        return 1
+    have = [node.total.get("GPU", 0.0) + ROUNDING for node in nodes]
+    for count in range(1, size + 1):
+        if size % count == 0 and sum(each >= size // count for each in have) >= count:
+            return count
+    raise ClusterError(
+        f"no node of the cluster is large enough for an engine of {size} GPU (--rollout-num-gpus-per-engine), and no "
+        f"set of nodes has equal parts of it: {_table(nodes)}"
+    )
+
+
+def refuse_other_hosts(config: Config, num_nodes: int) -> None:
+    """ConfigError for weights that could not reach the parts of an engine."""
+    transport = config.weights.update_weight_transport
+    if num_nodes > 1 and transport in ON_ONE_HOST:
+        raise ConfigError(
+            f"--update-weight-transport {transport}: each engine is on {num_nodes} nodes, because "
+            f"--rollout-num-gpus-per-engine {config.cluster.rollout_num_gpus_per_engine} is more than a node has, and "
+            "the memory that its workers would read is on one. Leave it out, or use nccl, gloo or disk."
+        )
+
+
+def bundles_of(config: Config, nodes_per_engine: int = 1) -> list[Bundle]:
     """Return what has to be together: for each world of ranks the ranks of each node, then each engine that has GPUs of
-    its own."""
+    its own, or its part of each of its nodes."""
     cluster, bundles = config.cluster, list[Bundle]()
     on_cuda = cluster.device == "cuda"
     if cluster.colocate:
@@ -149,7 +209,8 @@ def bundles_of(config: Config) -> list[Bundle]:
                 Bundle(what=f"{world} {ranks}", cpus=TRAINER_CPUS * per_node, gpus=per_node if on_cuda else 0)
             )
     if not config.debug.debug_train_only and not cluster.colocate:
-        bundles += [engine_bundle(config, f"engine-{n}") for n in range(cluster.num_started_engines)]
+        for number in range(cluster.num_started_engines):
+            bundles += engine_bundles(config, f"engine-{number}", nodes_per_engine)
     return bundles
 
 
@@ -179,18 +240,50 @@ def refuse_what_no_node_has(bundles: Sequence[Bundle], nodes: Sequence[Node]) ->
         raise ClusterError(f"no node of the cluster is large enough for {_described(impossible[0])}: {_table(nodes)}")
 
 
+def planned(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> dict[int, Node]:
+    """Return the node of each bundle for which there is room when each, the largest first, goes to the first node that
+    has it, and the parts of an engine to the first nodes beside each other that have it."""
+    room, found = [dict(node.free) for node in nodes], dict[int, Node]()
+    units: dict[int | str, list[int]] = {}
+    for index, bundle in enumerate(bundles):
+        units.setdefault(bundle.apart or index, []).append(index)
+    for unit in sorted(units.values(), key=lambda unit: (bundles[unit[0]].gpus, bundles[unit[0]].cpus), reverse=True):
+        bundle = bundles[unit[0]]  # its parts are alike
+        there = _side_by_side([number for number, free in enumerate(room) if bundle.fits(free)], len(unit))
+        for index, number in zip(unit, there, strict=bool(there)):
+            found[index] = nodes[number]
+            for name, wanted in bundle.resources.items():
+                room[number][name] -= wanted
+    return found
+
+
+def _side_by_side(numbers: Sequence[int], count: int) -> Sequence[int]:
+    """Return so many of these numbers: the first that follow each other, else those that are least apart; none where
+    there are too few."""
+    windows = [numbers[first : first + count] for first in range(len(numbers) - count + 1)]
+    return min(windows, key=lambda window: window[-1] - window[0], default=())
+
+
 def _left_over(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> list[Bundle]:
-    """Return the bundles for which no room is left when each, the largest first, goes to the first node with room."""
-    room = [dict(node.free) for node in nodes]
-    left = []
-    for bundle in sorted(bundles, key=lambda each: (each.gpus, each.cpus), reverse=True):
-        there = next((free for free in room if bundle.fits(free)), None)
-        if there is None:
-            left.append(bundle)
-            continue
-        for name, wanted in bundle.resources.items():
-            there[name] -= wanted
-    return left
+    """Return the bundles for which `planned` finds no room, the largest first."""
+    found = planned(bundles, nodes)
+    left = [bundle for index, bundle in enumerate(bundles) if index not in found]
+    return sorted(left, key=lambda each: (each.gpus, each.cpus), reverse=True)
+
+
+def _pinned(bundles: Sequence[Bundle], on_poll: Callable[[], None]) -> list[dict[str, str]]:
+    """Return what tells Ray the node of each bundle. ClusterError when there is no room within PLACE_S."""
+    ends = time.monotonic() + PLACE_S
+    with waiting("room for engines on several nodes", "Ray", deadline_s=PLACE_S):
+        while True:
+            nodes = nodes_of_cluster()
+            found = planned(bundles, nodes)
+            if len(found) == len(bundles):
+                return [{NODE_LABEL: found[index].id} for index in range(len(bundles))]
+            if time.monotonic() > ends:
+                _refuse(_left_over(bundles, nodes), nodes)
+            on_poll()
+            time.sleep(POLL_S)
 
 
 def _wait(group: PlacementGroup, bundles: Sequence[Bundle], on_poll: Callable[[], None]) -> None:
@@ -207,13 +300,18 @@ def _wait(group: PlacementGroup, bundles: Sequence[Bundle], on_poll: Callable[[]
             f"Ray has not placed ranks and engines within {PLACE_S:g} s, although there seems to be room: "
             f"{_table(nodes)}"
         )
+    _refuse(left, nodes)
+
+
+def _refuse(left: Sequence[Bundle], nodes: Sequence[Node]) -> NoReturn:
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     raise ClusterError(f"no node has room for {_described(left[0])}{more}: {_table(nodes)}")
 
 
 def _described(bundle: Bundle) -> str:
     wanted = " and ".join(f"{amount:g} {name}" for name, amount in reversed(bundle.resources.items()))
-    return f"{bundle.what}, which must be on one node ({wanted})"
+    where = "a node of its own" if bundle.apart else "one node"
+    return f"{bundle.what}, which must be on {where} ({wanted})"
 
 
 def _table(nodes: Sequence[Node]) -> str:
@@ -237,14 +335,16 @@ def _worlds(config: Config) -> list[str]:
     return ["trainer", *config.cluster.separate_roles]
 
 
-def _places(config: Config, group: PlacementGroup, order: Callable[[int], int], home: Options) -> Places:
-    """`order`: the place of a bundle's node among the nodes. Ranks go through the nodes in this order."""
+def _at(group: PlacementGroup, bundle: int) -> Options:
+    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)}
 
-    def at(bundle: int) -> Options:
-        return {
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-        }
 
+def _places(
+    config: Config, group: PlacementGroup, order: Callable[[int], int], home: Options, nodes_per_engine: int = 1
+) -> Places:
+    """`order`: the place of a bundle's node among the nodes. Ranks go through the nodes in this order, and so do the
+    workers of an engine."""
+    at = functools.partial(_at, group)
     first, worlds = 0, list[list[Options]]()
     if not config.debug.debug_rollout_only:
         for _ in _worlds(config):
@@ -254,9 +354,12 @@ def _places(config: Config, group: PlacementGroup, order: Callable[[int], int], 
             first += len(numbers)
     num_engines = 0 if config.debug.debug_train_only else config.cluster.num_started_engines
     if config.cluster.colocate:
-        shared = [worlds[0][shared_ranks(config, engine)[0]] for engine in range(num_engines)]
+        shared = [[worlds[0][shared_ranks(config, engine)[0]]] for engine in range(num_engines)]
         return Places(worlds=worlds, engines=shared, home=home)
-    return Places(worlds=worlds, engines=[at(first + index) for index in range(num_engines)], home=home)
+    engines = []
+    for begin in range(first, first + num_engines * nodes_per_engine, nodes_per_engine):
+        engines.append([at(part) for part in sorted(range(begin, begin + nodes_per_engine), key=order)])
+    return Places(worlds=worlds, engines=engines, home=home)
 
 
 def _home(config: Config, nodes: Sequence[Node]) -> Options:

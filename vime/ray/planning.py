@@ -15,7 +15,7 @@ from vime.batching.measure import plan_metrics
 from vime.batching.plan import join_plans, plan_round
 from vime.config.hf_config import ModelShape, read_model_shape
 from vime.config.parse import Config
-from vime.data.groups import sample_numbers
+from vime.data.rows import sample_numbers
 from vime.ray.cluster import data_parallel_size
 from vime.training.columns import needs_old_log_prob
 from vime.training.roles import base_is_reference, needed_roles, policy_moves

@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from vime.backends.megatron_utils.architecture import check_implementation, read_architecture
 from vime.backends.megatron_utils.lora_layers import check_adapter
 from vime.backends.vllm_utils.external import check_external
@@ -19,7 +21,7 @@ from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
 from vime.config.command_line import parse_command_line
 from vime.config.eval_sets import eval_sets
-from vime.config.hf_config import VISION_FAMILIES, num_tokenizer_ids, read_record
+from vime.config.hf_config import VISION_FAMILIES, has_latent_attention, num_tokenizer_ids, read_record
 from vime.config.layout import check_model_layout, idle_under_fsdp
 from vime.config.lora import LINEAR_LAYERS
 from vime.config.model_files import read_headers
@@ -34,7 +36,7 @@ from vime.handoff.spool_check import check_spool
 from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
 from vime.ray.checkpoint_damage import refuse_damage
 from vime.ray.checkpoint_identity import refuse_other_run
-from vime.ray.dry_run import dry_run
+from vime.ray.dry_run import dry_run, ranks_per_node
 from vime.ray.foreign_checkpoint import refuse_foreign
 from vime.ray.inputs import Refusals, check_inputs
 from vime.ray.ledger_choice import choose_ledger
@@ -42,7 +44,7 @@ from vime.rollout.plugins import check_plugins
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError, EngineSpec, VimeError
 from vime.utils.failpoints import check_armed
-from vime.utils.network import port_is_free
+from vime.utils.network import LOOPBACK, port_is_free
 
 GIB = 2**30
 TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_torch")  # Python, and what is compiled for torch
@@ -62,7 +64,7 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
     refusals.attempt(_check_failpoints)
     if is_async:
         refusals.attempt(_check_prefetch, config)
-    refusals.attempt(_check_port, config.engine.vllm_router_port)
+    refusals.attempt(_check_ports, config.engine.router_ports)
     refusals.attempt(_check_gateway, config)
     refusals.attempt(_check_address, config.reward.rm_url)
     refusals.attempt(_check_resumed, config)
@@ -82,6 +84,7 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
     refusals.attempt(validate_router_flags, config)
     refusals.attempt(validate_vllm_flags, config)
     refusals.attempt(check_external, config)
+    refusals.attempt(_check_latent_attention, config)
 
 
 def read_command_line(argv: Sequence[str] | None = None, *, is_async: bool, program: str = "train.py") -> Config:
@@ -107,9 +110,13 @@ def read_command_line(argv: Sequence[str] | None = None, *, is_async: bool, prog
     return config
 
 
-def _check_port(port: int | None) -> None:
-    if port is not None and not port_is_free("127.0.0.1", port):
-        raise ConfigError(f"--vllm-router-port {port} is in use on this machine. Choose another or leave it out.")
+def _check_ports(ports: range) -> None:
+    for port in ports:
+        if not port_is_free(LOOPBACK, port):
+            of_several = f" (--vllm-router-count {len(ports)}: {ports[0]} to {ports[-1]})" if len(ports) > 1 else ""
+            raise ConfigError(
+                f"--vllm-router-port {port}{of_several} is in use on this machine. Choose another or leave it out."
+            )
 
 
 def _check_gateway(config: Config) -> None:
@@ -240,6 +247,18 @@ def _check_transformer_engine(config: Config) -> None:
         )
 
 
+def _check_latent_attention(config: Config) -> None:
+    """vLLM computes the latent attention of DeepSeek on a GPU in half precision only: no kernel of it takes fp32."""
+    engine_is_real = config.cluster.num_started_engines > 0 and not config.debug.debug_engine_module
+    if config.cluster.device != "cuda" or config.parallel.bf16 or not engine_is_real:
+        return
+    if has_latent_attention(config.model.hf_checkpoint):
+        raise ConfigError(
+            f"--no-bf16 with --device cuda: --hf-checkpoint {config.model.hf_checkpoint} has latent attention "
+            "(kv_lora_rank), which vLLM does not compute in fp32 on a GPU. Use --bf16."
+        )
+
+
 def _check_architecture(config: Config) -> None:
     """Check that the training backend knows every model, and that it has the tokens that the policy's tokenizer
     makes."""
@@ -269,7 +288,8 @@ def _check_architecture(config: Config) -> None:
 
 
 def check_memory(config: Config) -> None:
-    """Check on GPUs that what the trainer ranks hold between two steps fits. `vime plan` counts a step's peak too."""
+    """Check on GPUs that what the trainer ranks hold between two steps fits, and on a run's own machine what they lock
+    of its memory. `vime plan` counts a step's peak too."""
     limit = config.cluster.gpu_memory_gib
     if config.cluster.device != "cuda":
         return
@@ -283,14 +303,21 @@ def check_memory(config: Config) -> None:
     part = max(parts, key=lambda one: one.heaviest.static)
     rank = part.heaviest
     held = rank.static / GIB
-    if held <= limit:
-        return
-    raise ConfigError(
-        f"a trainer rank of stage {rank.stages[0]} ({part.name}) holds {held:.1f} GiB of weights, gradients and "
-        f"optimizer state, activations not counted; expected at most --gpu-memory-gib {limit:g}. Cut the "
-        "model over more ranks: `vime plan` with the same flags says how. Where a GPU has more memory, "
-        "give a larger --gpu-memory-gib."
-    )
+    if held > limit:
+        raise ConfigError(
+            f"a trainer rank of stage {rank.stages[0]} ({part.name}) holds {held:.1f} GiB of weights, gradients and "
+            f"optimizer state, activations not counted; expected at most --gpu-memory-gib {limit:g}. Cut the "
+            "model over more ranks: `vime plan` with the same flags says how. Where a GPU has more memory, "
+            "give a larger --gpu-memory-gib."
+        )
+    locked = ranks_per_node(config) * sum(one.heaviest.host for one in parts) / GIB
+    there = psutil.virtual_memory().total / GIB
+    if locked > there and config.cluster.ray_address is None:  # nodes of a cluster may be unlike this one
+        raise ConfigError(
+            f"--optimizer-cpu-offload: the trainer ranks lock {locked:.1f} GiB of this machine's memory for optimizer "
+            f"state, and it has {there:.1f}. Lower --optimizer-offload-fraction, say --exp-avg-dtype bf16 "
+            "--exp-avg-sq-dtype bf16, or train on more nodes: `vime plan` with the same flags counts it."
+        )
 
 
 def _check_cut(config: Config, spec: EngineSpec) -> None:

@@ -191,7 +191,8 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
             start_ray(config, poll)
         engines = Engines(config, run_dir, places=stack.enter_context(reserved(config, poll)))
         stack.callback(engines.stop)
-        screen.stage(f"starting {len(engines)} vLLM engine(s) and the router, about 15 s")
+        routers = config.engine.vllm_router_count
+        screen.stage(f"starting {len(engines)} vLLM engine(s) and {routers} router(s), about 15 s")
         import vime.ray.publisher  # noqa: F401  brings torch, while the engines start
 
         connected = engines.wait_ready(str(ray.get_runtime_context().get_node_id()), poll)

@@ -1,22 +1,88 @@
-"""Where weights leave the trainer: rank 0's sender and its control of the engines, built once and kept."""
+"""Where weights leave the trainer.
+
+`Publishing` is a trainer rank's part: which weights go to the engines, the model, or its base once and then adapters.
+`Publisher` is rank 0's sender and its control of the engines, built once and kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from vime.backends.vllm_utils.control import FleetControl
 from vime.config.deadlines import update_deadline_s
 from vime.config.lora import AdapterInfo
 from vime.config.parse import Config
 from vime.types import EngineAddress, Version
-from vime.weights.plan import TensorMeta
 from vime.weights.publish import PublishReport, publish
-from vime.weights.transports import EACH_BY_ITSELF, make_sender
 
 if TYPE_CHECKING:
     import torch
+
+    from vime.protocols import AdapterEngine, TrainEngine
+    from vime.weights.plan import TensorMeta
+
+
+class Publishing:
+    """Publishes for one trainer rank: rank 0 sends, the others take part in the gathering."""
+
+    def __init__(self, config: Config, run_dir: Path, rank: int) -> None:
+        self._config, self._run_dir, self._rank = config, run_dir, rank
+        self._publisher: Publisher | None = None
+        self._with_base: set[str] = set()  # engines that have the model for which they get adapters
+
+    def publish(self, actor: TrainEngine, version: Version, engines: list[EngineAddress]) -> PublishReport | None:
+        """Collective over the ranks that hold shards. Returns what rank 0 sent."""
+        streams = self._streams(actor, engines)
+        report = None
+        try:
+            if self._rank == 0:
+                report = self._send(actor, streams, version, self._publisher_to(engines))
+        finally:
+            for stream in streams.values():
+                for _ in stream:  # its collectives are reached by every rank, also when rank 0 failed
+                    pass
+        self._with_base = {address.url for address in engines}  # not those that are lost now: they come back without
+        return report
+
+    def _streams(
+        self, actor: TrainEngine, engines: list[EngineAddress]
+    ) -> dict[str, Iterator[tuple[str, torch.Tensor]]]:
+        """Return what goes to these engines, in this order: the model, or its adapter, and before that the model for
+        engines that have not had it yet. The same on every rank."""
+        if not self._config.lora.trains_adapter:
+            return {"model": actor.export_weights()}
+        trained = cast("AdapterEngine", actor)
+        adapter = {"adapter": trained.export_adapter()}
+        has_base = {address.url for address in engines} <= self._with_base
+        return adapter if has_base else {"base": trained.export_base(), **adapter}
+
+    def _send(
+        self,
+        actor: TrainEngine,
+        streams: Mapping[str, Iterator[tuple[str, torch.Tensor]]],
+        version: Version,
+        publisher: Publisher,
+    ) -> PublishReport:
+        if "model" in streams:
+            return publisher.publish(streams["model"], actor.weight_metadata(), version)
+        if "base" in streams:
+            publisher.publish(streams["base"], actor.weight_metadata(), version, is_released=False)
+        metadata = cast("AdapterEngine", actor).adapter_metadata()
+        return publisher.publish(streams["adapter"], metadata, version, adapter=self._config.lora.described)
+
+    def _publisher_to(self, engines: list[EngineAddress]) -> Publisher:
+        """Return the publisher, a new one when an engine was lost or started again since."""
+        if self._publisher is not None and not self._publisher.reaches(engines):
+            closed, self._publisher = self._publisher, None
+            closed.close()
+        self._publisher = self._publisher or Publisher(self._config, self._run_dir, engines, may_lose=True)
+        return self._publisher
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
 
 
 class Publisher:
@@ -28,6 +94,8 @@ class Publisher:
     def __init__(
         self, config: Config, run_dir: Path, engines: Sequence[EngineAddress], *, may_lose: bool = False
     ) -> None:
+        from vime.weights.transports import EACH_BY_ITSELF, make_sender  # imports torch; not every importer needs it
+
         weights, self._deadline_s = config.weights, update_deadline_s(config)
         self._config = weights
         self._is_released_by_driver = config.cluster.colocate  # when the engines' cache has its memory again
@@ -53,25 +121,10 @@ class Publisher:
         version: Version,
         *,
         adapter: AdapterInfo | None = None,
-    ) -> PublishReport:
-        """`adapter`: the tensors are those of one, whose model these engines have by `publish_base`."""
-        return self._publish(stream, metadata, version, adapter=adapter)
-
-    def publish_base(
-        self, stream: Iterator[tuple[str, torch.Tensor]], metadata: Sequence[TensorMeta], version: Version
-    ) -> PublishReport:
-        """The model that adapters are for. The engines stay paused until the adapter of this version is there."""
-        return self._publish(stream, metadata, version, is_released=False)
-
-    def _publish(
-        self,
-        stream: Iterator[tuple[str, torch.Tensor]],
-        metadata: Sequence[TensorMeta],
-        version: Version,
-        *,
-        adapter: AdapterInfo | None = None,
         is_released: bool = True,
     ) -> PublishReport:
+        """`adapter`: the tensors are those of one, whose model these engines have. That model was published with
+        `is_released` False: the engines stay paused until the adapter of this version is there."""
         return publish(
             stream,
             metadata,

@@ -23,6 +23,7 @@ from vime.ray.stores import actors_of, is_dead, start_queue, stop_queue
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
 from vime.types import ClusterError, HandoffLostError, VimeError
+from vime.utils.errors import first_line
 
 if TYPE_CHECKING:
     from vime.handoff.queue_client import QueueAddress
@@ -103,7 +104,7 @@ class QueueKeeper:
                 try:
                     ray.get(done[0], timeout=STOP_S)
                 except ray.exceptions.RayActorError as error:
-                    raise ClusterError(f"The {name} died: {str(error).strip().splitlines()[0]}") from error
+                    raise ClusterError(f"The {name} died: {first_line(error)}") from error
 
     def _replace(self, error: VimeError) -> None:
         """Start queues until one is filled and everybody uses it. Raises the last loss after too many in a row."""

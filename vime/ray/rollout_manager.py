@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from vime.batching.flops import RoundWork
 from vime.config.parse import Args, Config
 from vime.config.queue_checks import BUFFER
-from vime.data.groups import GroupFacts, check_versions
-from vime.data.rows import TrainRow
-from vime.handoff.group_store import StoredGroup, groups_partition
+from vime.data.rows import GroupFacts, TrainRow, check_versions
+from vime.handoff.group_store import Handle, PayloadStore, StoredGroup, groups_partition
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import RoundLease
-from vime.handoff.stores import Handle, PayloadStore
 from vime.handoff.ticket import RoundTicket, make_ticket, read_some
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging

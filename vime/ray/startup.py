@@ -200,7 +200,9 @@ def _start_parts(
         trainers.start(total_steps, starter.poll)
     if engines is not None:
         is_outside = bool(config.cluster.rollout_external_engine_addrs)
-        what = f"{'reaching' if is_outside else 'starting'} {len(engines)} vLLM engine(s), starting the router"
+        count = config.engine.vllm_router_count
+        what = f"{'reaching' if is_outside else 'starting'} {len(engines)} vLLM engine(s), starting "
+        what += "the router" if count == 1 else f"{count} routers"
         with starter.part("engines", what if is_outside else f"{what}, about 15 s"):
             [node_id] = wait_for(
                 [manager.ask(RolloutManager.node)], name="its node", owner="RolloutManager", deadline_s=30
@@ -208,7 +210,7 @@ def _start_parts(
             connected = engines.wait_ready(node_id, starter.poll)
         wait_for(
             [manager.ask(RolloutManager.connect, connected, engines.generate_key)],
-            name="the router's address",
+            name="the routers' address",
             owner="RolloutManager",
             deadline_s=30,
         )

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, cast
 import ray
 
 from vime.config.parse import Config
-from vime.handoff.group_store import GroupStore, RoundStore, compact_left_behind
+from vime.handoff.group_store import GroupStore, ObjectStore, PayloadStore, RoundStore, compact_left_behind
 from vime.handoff.ledger_types import SPOOL_NAME, Task
 from vime.handoff.spool import Fsync, Spool, worker_spool
-from vime.handoff.stores import ObjectStore, PayloadStore
 from vime.ray.cluster import QUEUE_CPUS, has_worker_processes, num_worker_processes
 from vime.rollout.prompts import decode_response
 

@@ -21,7 +21,7 @@ from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER
 from vime.data.rows import TrainRow
 from vime.handoff.receipts import add_up, stepped_groups
-from vime.handoff.staleness import check_staleness, staleness_metrics
+from vime.handoff.ticket import RoundTicket, check_staleness, fetch_round, staleness_metrics
 from vime.observability.events import open_events, span
 from vime.observability.logs import setup_logging
 from vime.ray.actor import Options, sent_once, start_actor
@@ -35,7 +35,7 @@ from vime.ray.cluster import (
     num_trainer_ranks,
 )
 from vime.ray.placement import Places
-from vime.ray.publishing import Publishing
+from vime.ray.publisher import Publishing
 from vime.ray.rank_rounds import RankRound, TrainedRound, merged_columns
 from vime.ray.ranks_save import RanksSave
 from vime.ray.stores import connect_store, replace_queue
@@ -60,9 +60,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 if TYPE_CHECKING:
+    from vime.handoff.group_store import PayloadStore
     from vime.handoff.queue_client import QueueAddress
-    from vime.handoff.stores import PayloadStore
-    from vime.handoff.ticket import RoundTicket
     from vime.protocols import PendingSave
     from vime.training.columns import ArrayColumns, Columns
     from vime.training.early import BegunRound
@@ -305,8 +304,6 @@ def _fetch(
     worker: TrainWorker, store: PayloadStore, ticket: RoundTicket, rollout_id: int
 ) -> tuple[RoundPlan, dict[int, TrainRow]]:
     """Fetch the round's plan and the rows of this rank. Collective over the replica."""
-    from vime.handoff.fetch import fetch_round  # brings torch, which the driver can do without
-
     backend, place = worker.backend, worker.place
     with span("transferqueue_get_groups", rollout_id=rollout_id):
         return fetch_round(

@@ -19,12 +19,15 @@ from ray import ObjectRef
 
 from vime.observability.stuck import explain
 from vime.types import ClusterError, LostError, PartError, VimeError, WaitTimeoutError, may_pass
+from vime.utils.errors import first_line
 from vime.utils.waits import run_directory, waiting
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 POLL_S = 0.25
+START_GRACE_S = 30.0  # beyond a start's own deadline, for an actor to say what it found
 DEATH_GRACE_S = 2.0  # after a failure, for Ray to report that an actor died
+GET_S = 10.0  # for Ray to deliver results that are finished
 
 
 class Interrupted(Exception):
@@ -56,6 +59,7 @@ def wait_for(
     if parties is None:
         parties = [owner] if len(refs) == 1 else [f"{owner}-{index}" for index in range(len(refs))]
     owed = dict(zip(refs, parties, strict=True)) if parties else {}
+    values: dict[ObjectRef[Result], Result] = {}
     with waiting(name, *owed.values(), deadline_s=deadline_s) as wait:
         while pending:
             left = ends - time.monotonic()
@@ -65,10 +69,13 @@ def wait_for(
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(POLL_S, left))
             if done:
                 wait.owners = tuple(owed[ref] for ref in pending if ref in owed)
-            _raise_failure(done, pending, list(refs), name, owner)
+            try:  # all in one call: a call for each costs the driver a second for 4,096 ranks
+                values.update(zip(done, ray.get(done, timeout=GET_S), strict=True))
+            except ray.exceptions.RayError:
+                _raise_failure(done, pending, list(refs), name, owner)
             if on_poll is not None:
                 on_poll()
-    return [_value(ref, name, owner) for ref in refs]
+    return [values[ref] if ref in values else _value(ref, name, owner) for ref in refs]
 
 
 class Wait(Protocol[Result]):
@@ -101,6 +108,16 @@ def said_meanwhile(ref: ObjectRef[Result], within_s: float) -> Result | None:
         return ray.get(done[0], timeout=within_s) if done else None
     except ray.exceptions.RayError:
         return None
+
+
+def ready(starting: ObjectRef[Result], name: str, *, began: float, deadline_s: float) -> Result | None:
+    """Return what an actor says when its server is ready, and None until then. `began` is monotonic. Raises as
+    `wait_for` what kept it from starting, and WaitTimeoutError when it has not said so within its deadline."""
+    what, asked_s = f"{name} to start", time.monotonic() - began
+    done, _ = ray.wait([starting], timeout=0)
+    if not done and asked_s > deadline_s + START_GRACE_S:
+        raise WaitTimeoutError(what, asked_s, "its actor", "See RUN_DIR/logs.")
+    return wait_for(done, name=what, owner="vLLM", deadline_s=10, parties=[name])[0] if done else None
 
 
 def blocking_party() -> str:
@@ -145,9 +162,9 @@ def _raise_failure(
 
 def _value(ref: ObjectRef[Result], name: str, owner: str) -> Result:
     try:
-        return ray.get(ref, timeout=10)
+        return ray.get(ref, timeout=GET_S)
     except ray.exceptions.GetTimeoutError as error:
-        raise WaitTimeoutError(name, 10, owner, "Ray did not deliver a finished result.") from error
+        raise WaitTimeoutError(name, GET_S, owner, "Ray did not deliver a finished result.") from error
     except ray.exceptions.RayError as error:
         _raise_named(error, name, owner)
 
@@ -165,19 +182,15 @@ def _raise_named(error: Exception, name: str, owner: str) -> NoReturn:
         raise PartError(message) from error
     if isinstance(error, ray.exceptions.RayActorError):
         raise _ActorDiedError(
-            f"{name}: {owner} died: {_first_line(error)}. Its log is in RUN_DIR/logs; --load resumes the run."
+            f"{name}: {owner} died: {first_line(error)}. Its log is in RUN_DIR/logs; --load resumes the run."
         ) from error
-    raise ClusterError(f"{name}: {owner}: {type(error).__name__}: {_first_line(error)}") from error
+    raise ClusterError(f"{name}: {owner}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _place(error: Exception) -> str:
     """Return where an actor raised, from the traceback that Ray sends as text: ` (at file.py:12)`."""
     frames = re.findall(r'File "(.+?)", line (\d+)', str(error))
     return f" (at {frames[-1][0]}:{frames[-1][1]})" if frames else ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 def all_results(waits: Sequence[Callable[[], list[Result]]]) -> list[list[Result]]:

@@ -57,6 +57,7 @@ from vime.types import (
     VimeError,
     WaitTimeoutError,
 )
+from vime.utils.errors import first_line
 from vime.utils.network import free_port
 from vime.utils.waits import waiting
 from vime.weights.published import published_root
@@ -482,7 +483,7 @@ class RemoteWorkers:
         try:
             host.report = ray.get(asked)
         except ray.exceptions.RayActorError as error:
-            logger.warning("%s (%s) died: %s", _process(host), host.name, str(error).splitlines()[0])
+            logger.warning("%s (%s) died: %s", _process(host), host.name, first_line(error))
             return True
         return False
 

@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vime.config.parse import Args
-from vime.data.groups import GroupFacts, GroupNotes
 from vime.data.images import IMAGE_COLUMN
-from vime.data.rows import Column, TrainRow, as_array
+from vime.data.rows import Column, GroupFacts, GroupNotes, TrainRow, as_array
 from vime.handoff.group_store import EncodedGroup, encode_group
 from vime.protocols import calling_plugin
-from vime.rollout.groups import mark_samples
+from vime.rollout.group_worker import mark_samples
 from vime.rollout.images import image_column
 from vime.rollout.metrics import reward_entries, source_of
 from vime.rollout.plugins import is_of_slime, plugin, plugin_args

@@ -1,6 +1,6 @@
 """The coordinator of rounds in mode `streaming`: which finished groups a round trains, and where their rows are.
 
-It leases groups from the ledger and knows their numbers (`data/groups.py`) but no token, so its work does not depend on
+It leases groups from the ledger and knows their numbers (`data/rows.py`) but no token, so its work does not depend on
 the length of completions. `worker.RolloutWorker` generates beside it; ranks read rows by key, using the ticket that is
 made from what `take` returns.
 """
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vime.config.parse import Args
-from vime.data.groups import GroupFacts, check_versions, decode_facts
+from vime.data.rows import GroupFacts, check_versions, decode_facts
 from vime.handoff.group_store import StoredGroup, chunk_keys
-from vime.handoff.ledger import Ledger, LedgerStatus
-from vime.handoff.ledger_port import LedgerPort
+from vime.handoff.ledger import Ledger, LedgerPort, LedgerStatus
 from vime.handoff.ledger_types import EXTERNAL, LeasedGroup, LeaseResult, RoundLease, Task
 from vime.handoff.round_ledger import RoundLedger
 from vime.observability.events import span

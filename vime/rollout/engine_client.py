@@ -1,4 +1,4 @@
-"""Token-in token-out requests to the router; returns completions that were checked.
+"""Token-in token-out requests to the routers; returns completions that were checked.
 
 Uses vLLM's `POST /inference/v1/generate`. One request asks for all n samples of a prompt: n times fewer requests. A
 per-request seed is sent in --reference-mode only: on vLLM's CPU build it kills the engine when a prompt is prefilled in
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import hashlib
 import io
 import json
 import logging
@@ -44,7 +45,10 @@ NOTHING = Completion(token_ids=(), log_probs=(), versions=(), finish_reason="abo
 
 
 class EngineClient:
-    """HTTP client of the router, made on the event loop that it belongs to.
+    """HTTP client of the routers, made on the event loop that it belongs to.
+
+    `others`: further routers in front of the same engines as `url`. A session has one of them (`routers_of`), and the
+    next ones while that one does not respond (decision 0048).
 
     At most `max_in_flight` requests are open; the lowest group goes first (request_priority.py). Each has `timeout_s`
     from the moment it may start. Cancelling the caller closes the connection, which aborts the request in the engine;
@@ -52,9 +56,16 @@ class EngineClient:
     """
 
     def __init__(
-        self, url: str, *, max_in_flight: int, timeout_s: float, first_backoff_s: float = 0.25, key: str = ""
+        self,
+        url: str,
+        *,
+        others: Sequence[str] = (),
+        max_in_flight: int,
+        timeout_s: float,
+        first_backoff_s: float = 0.25,
+        key: str = "",
     ) -> None:
-        self.url = url
+        self.urls = (url, *others)
         self._timeout_s, self._first_backoff_s = timeout_s, first_backoff_s
         self._slots = Slots(max_in_flight)
         self._warned: set[str] = set()
@@ -93,35 +104,38 @@ class EngineClient:
                     stack.enter_context(scope.holding(request_id, self.abort))
                 stack.enter_context(waiting("a completion", *SERVERS, deadline_s=self._timeout_s))
                 async with asyncio.timeout(self._timeout_s):
-                    data = await self._post(body, headers)
+                    data = await self._post(body, headers, routers_of(self.urls, session_id, token_ids))
         except TimeoutError as error:
             raise WaitTimeoutError(
                 f"{n} completions of a prompt of {len(token_ids)} tokens",
                 self._timeout_s,
-                f"vLLM behind {self.url}",
+                f"vLLM behind {' and '.join(self.urls)}",
                 "Raise --generate-timeout-secs, or look for a stuck engine in the engine logs.",
             ) from error
         finally:
             self._slots.release()
         if data is None:
             return [NOTHING] * n
-        completions, cached = read_response(data, n, f"{self.url}{ROUTE}", prompt=token_ids if images else None)
+        completions, cached = read_response(data, n, f"{self.urls[0]}{ROUTE}", prompt=token_ids if images else None)
         if cached is not None:
             self.prompts.add(PromptTokens(len(token_ids), cached))
         note_completions(token_ids, completions)
         return completions
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Tell every engine to end these requests: their responses carry the tokens so far. A request that an engine
-        does not know, and an engine that does not respond, are skipped."""
-        try:
-            content = await self._ok("GET", f"{self.url}{WORKERS_ROUTE}", None)
-            workers = msgspec.json.decode(content, type=_Workers).urls
-        except (HttpFailure, msgspec.DecodeError) as error:
-            self._warn(self.url, f"it does not list its engines: {error}")
-            return
+        """Tell every engine of any router to end these requests: their responses carry the tokens so far. A request
+        that an engine does not know, and an engine that does not respond, are skipped."""
+        lists = await asyncio.gather(*(self._workers_of(url) for url in self.urls))
+        workers = dict.fromkeys(worker for found in lists for worker in found)
         body = json.dumps({"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}).encode()
         await asyncio.gather(*(self._abort_at(worker, body) for worker in workers))
+
+    async def _workers_of(self, url: str) -> list[str]:
+        try:
+            return msgspec.json.decode(await self._ok("GET", f"{url}{WORKERS_ROUTE}", None), type=_Workers).urls
+        except (HttpFailure, msgspec.DecodeError) as error:
+            self._warn(url, f"it does not list its engines: {error}")
+            return []
 
     async def _abort_at(self, worker: str, body: bytes) -> None:
         try:
@@ -144,17 +158,19 @@ class EngineClient:
     async def aclose(self) -> None:
         await self._http.close()
 
-    async def _post(self, body: dict[str, object], headers: dict[str, str]) -> bytes | None:
-        """Send until there is a response. Transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times; once
-        generation is being aborted nothing is repeated, and the result is None."""
+    async def _post(self, body: dict[str, object], headers: dict[str, str], urls: Sequence[str]) -> bytes | None:
+        """Send until there is a response. Transport errors and REPEATABLE_STATUS are tried MAX_ATTEMPTS times, each
+        time at one router after the other, without a pause in between; once generation is being aborted nothing is
+        repeated, and the result is None."""
         trouble, content = "", json.dumps(body).encode()
-        for attempt in range(MAX_ATTEMPTS):
-            if attempt and not is_aborting():
+        for attempt, url in ((attempt, url) for attempt in range(MAX_ATTEMPTS) for url in urls):
+            is_repeated = attempt > 0 or url != urls[0]
+            if attempt and url == urls[0] and not is_aborting():
                 await asyncio.sleep(min(self._first_backoff_s * 2 ** (attempt - 1), LONGEST_BACKOFF_S))
-            if attempt and is_aborting():
+            if is_repeated and is_aborting():
                 return None
             try:
-                response = await self._http.call("POST", f"{self.url}{ROUTE}", content, headers=headers)
+                response = await self._http.call("POST", f"{url}{ROUTE}", content, headers=headers)
             except HttpFailure as error:
                 trouble = str(error)
             else:
@@ -162,12 +178,30 @@ class EngineClient:
                     return response.content
                 trouble = response.described()
                 if response.status not in REPEATABLE_STATUS:
-                    raise EngineError(f"{self.url}{ROUTE} refused the request: {trouble}. Check the sampling flags.")
+                    raise EngineError(f"{url}{ROUTE} refused the request: {trouble}. Check the sampling flags.")
             logger.warning("generation request failed (attempt %d of %d): %s", attempt + 1, MAX_ATTEMPTS, trouble)
         raise EngineLostError(
-            f"{self.url}{ROUTE}: no response after {MAX_ATTEMPTS} attempts, the last: {trouble}. See the engine and "
+            f"{urls[-1]}{ROUTE}: no response after {MAX_ATTEMPTS} attempts, the last: {trouble}. See the engine and "
             "router logs in the run directory."
         )
+
+
+def routers_of(urls: Sequence[str], session_id: str, prompt: Sequence[int] = ()) -> list[str]:
+    """Return all routers in the order in which a request tries them: the first is that of its session, or of its prompt
+    where it has none, the same in every process.
+
+    A number made of the session, modulo the routers there are, chooses the first, modulo those that are left the next.
+    So sessions of a router that is away spread over all others, and no other session moves.
+    """
+    if len(urls) == 1:
+        return list(urls)
+    said = session_id or ",".join(map(str, prompt))
+    number = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest())
+    left, order = list(urls), list[str]()
+    while left:
+        number, place = divmod(number, len(left))
+        order.append(left.pop(place))
+    return order
 
 
 class _LogProb(msgspec.Struct, gc=False):

@@ -10,7 +10,7 @@ from vime.config.graders import IN_RECORD
 from vime.config.parse import Args
 from vime.rollout.data_source import new_sample
 from vime.rollout.generation import eval_sampling_params
-from vime.rollout.groups import UNUSABLE, generate_and_rm_group
+from vime.rollout.group_worker import UNUSABLE, generate_and_rm_group
 from vime.rollout.loops import raise_first
 from vime.rollout.metrics import pass_metrics, sample_metrics
 from vime.rollout.progress import BOARD, RoundProgress

@@ -35,7 +35,7 @@ from vime.types import (
 
 Number = TypeVar("Number", int, float)
 _CLIENTS: dict[str, EngineClient] = {}
-"""One client per router address. Owner: the rollout loop; only its thread touches the dict."""
+"""One client per address of a first router. Owner: the rollout loop; only its thread touches the dict."""
 _engine_key = ""  # see `use_engine_key`
 
 
@@ -121,17 +121,19 @@ def engine_headers() -> dict[str, str]:
 
 
 def engine_client(args: Args) -> EngineClient:
-    """Return the client of this run's router; call it on the rollout loop."""
-    if args.vllm_router_ip is None or args.vllm_router_port is None:
+    """Return the client of this run's routers; call it on the rollout loop."""
+    ports = args.config.engine.router_ports
+    if args.vllm_router_ip is None or not ports:
         raise ConfigError(
             "no router address: --vllm-router-ip and --vllm-router-port are empty. Start the engines first."
         )
-    url = f"http://{args.vllm_router_ip}:{args.vllm_router_port}"
+    url, *others = (f"http://{args.vllm_router_ip}:{port}" for port in ports)
     if url not in _CLIENTS:
         per_engine = 1 if args.reference_mode else args.vllm_server_concurrency
         num_requests = per_engine * (args.rollout_num_engines or 1)
         _CLIENTS[url] = EngineClient(
             url,
+            others=others,
             max_in_flight=-(-num_requests // args.num_rollout_workers),  # of each process that generates
             timeout_s=request_deadline_s(args.config),
             key=_engine_key,

@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from vime.handoff.group_store import EncodedGroup, GroupStore
-from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_port import LedgerPort
+from vime.handoff.ledger import Ledger, LedgerPort
 from vime.handoff.ledger_types import CommitOutcome, Payload, Task, TransitionError
 from vime.observability.events import span
 from vime.utils.failpoints import Point, failpoint

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from vime.config.parse import Args
-from vime.data.groups import SampleFacts
+from vime.data.rows import SampleFacts
 from vime.rollout.sample_rows import by_sample
 from vime.types import Sample, SampleStatus
 

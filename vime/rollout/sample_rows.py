@@ -11,6 +11,9 @@ from itertools import groupby
 
 from vime.types import Sample
 
+TURNS = "turns"
+"""In the metadata of the row that a reward function is asked about: every turn of the session, until it is scored."""
+
 
 def by_sample(rows: Sequence[Sample]) -> list[list[Sample]]:
     """Return the rows of each sample, in their order. Rows without an index are samples by themselves.

@@ -25,8 +25,7 @@ from vime.protocols import DataSource, calling_plugin
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.evaluate import evaluate_all
 from vime.rollout.generation import close_clients, take_prompt_tokens
-from vime.rollout.group_worker import Assignment, GroupWorker
-from vime.rollout.groups import mark_samples, unusable_reason
+from vime.rollout.group_worker import Assignment, GroupWorker, mark_samples, unusable_reason
 from vime.rollout.loops import rollout_loop
 from vime.rollout.metrics import completion_metrics, drop_metrics, num_removed, row_facts, version_metrics
 from vime.rollout.partial import (

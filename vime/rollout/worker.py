@@ -22,10 +22,10 @@ from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
 from vime.config.parse import Args
-from vime.data.groups import encode_facts
 from vime.data.payload import bytes_to_samples, samples_to_bytes
+from vime.data.rows import encode_facts
 from vime.handoff.group_store import EncodedGroup, GroupStore, StoresGroups
-from vime.handoff.ledger_port import LedgerPort
+from vime.handoff.ledger import LedgerPort
 from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, PromptGrant, RoundOrder, Task, TransitionError
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.handoff.receipts import group_content

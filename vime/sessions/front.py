@@ -3,7 +3,8 @@
 A server that is killed answers again after 7 s (its tokenizer) to 15 s (vLLM's parsers), and the SDKs give up after 1.4
 to 2 s. The front has no state: a process of its own that imports nothing heavy, which is why it does not die with the
 server. What it sends again is answered once: a turn has an Idempotency-Key, the client's or one of the front, so that
-a turn whose answer was lost comes from the record.
+a turn whose answer was lost comes from the record. A client that goes away is away for the server too.
+`vime sessions-front` is its process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vime.utils.http import HttpFailure, HttpSession
+from vime.utils.http import HttpFailure, HttpSession, HttpUnreachable
 from vime.utils.waits import waiting
 
 POLL_S = 0.05
@@ -43,21 +44,39 @@ def make_front(server: str, *, patience_s: float) -> Starlette:
         http: HttpSession = request.app.state.http
         url = f"{server}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
         headers, body = _headers(request), await request.body()
+        asked = asyncio.create_task(ask_until_answered(http, request.method, url, body, headers))
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return asked.result() if asked.done() else Response(status_code=499)  # which nobody reads
+        finally:
+            asked.cancel()  # the server sees it, and gives the turn to whoever asks the same again
+            gone.cancel()
+
+    async def ask_until_answered(
+        http: HttpSession, method: str, url: str, body: bytes, headers: Mapping[str, str]
+    ) -> Response:
         with waiting("the server of sessions to respond", "session server", deadline_s=None):
             last_seen, num_broken = time.monotonic(), 0
             while num_broken < MOST_BROKEN and time.monotonic() - last_seen < patience_s:
-                sent = time.monotonic()
                 try:
-                    response = await http.call(request.method, url, body or None, headers=headers)
-                except HttpFailure:
-                    if time.monotonic() - sent > POLL_S:  # not refused at once: the server was there
-                        last_seen, num_broken = time.monotonic(), num_broken + 1
+                    response = await http.call(method, url, body or None, headers=headers)
+                except HttpUnreachable:
+                    await asyncio.sleep(POLL_S)
+                except HttpFailure:  # the server was there
+                    last_seen, num_broken = time.monotonic(), num_broken + 1
                     await asyncio.sleep(POLL_S)
                 else:
                     return Response(response.content, response.status, media_type=response.content_type)
         return _away(patience_s)
 
     return Starlette(routes=[Route("/{path:path}", pass_on, methods=METHODS)], lifespan=lifespan)
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has gone away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _headers(request: Request) -> Mapping[str, str]:

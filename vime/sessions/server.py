@@ -10,17 +10,17 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from vime.sessions.dialects import DIALECTS, Dialect, Json, encode_events, read_ask
 from vime.sessions.service import Live, Refused, Sessions
@@ -30,6 +30,11 @@ from vime.types import EngineError, LostError
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 26
+T = TypeVar("T")
+PART_BYTES = 1 << 16
+"""The last part of an answer: so much is handed over without another look whether its client is there."""
+ROUNDS = 3
+"""Of the event loop, from a write that fails to the news of it: by the transport, the server, and our own task."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -78,10 +83,7 @@ def make_routes(*, admin_key: str, model: str) -> list[Route]:
 
     async def create(request: Request) -> Response:
         _admit(request, admin_key)
-        try:
-            given = msgspec.json.decode(await _body(request), type=_Create)
-        except msgspec.DecodeError as error:
-            raise Refused(400, "body", str(error)) from error
+        given = _read(await _body(request), _Create)
         session, key = await _service(request).create(given.group_index, given.index, given.budget)
         root = str(request.base_url).rstrip("/")
         urls = {"base_url": f"{root}/v1", "anthropic_base_url": root}  # as the SDKs want them
@@ -89,10 +91,7 @@ def make_routes(*, admin_key: str, model: str) -> list[Route]:
 
     async def complete(request: Request) -> Response:
         live = _own(request, admin_key)
-        try:
-            given = msgspec.json.decode(await _body(request), type=_Complete)
-        except msgspec.DecodeError as error:
-            raise Refused(400, "body", str(error)) from error
+        given = _read(await _body(request), _Complete)
         if given.failed is not None:
             await _service(request).fail(live, given.failed)
         elif given.reward is not None and math.isfinite(given.reward):
@@ -135,19 +134,73 @@ def _turn(path: str, dialect: Dialect, model: str) -> Handler:
         content = await _body(request)
         body = _json(content)
         retry = request.headers.get("x-stainless-retry-count", "0")
-        entry = await service.ask(
+        asked = await service.find(
             live,
             read_ask(dialect, body),
             digest=hashlib.sha256(path.encode() + b"\0" + content).hexdigest(),
-            retry_count=int(retry) if retry.isdecimal() else 0,
+            retry_count=int(retry) if retry.isdecimal() and len(retry) < 10 else 0,
             idempotency_key=request.headers.get("idempotency-key", ""),
         )
-        name = str(body.get("model") or model)
-        if body.get("stream") and dialect.stream is not None:
-            return StreamingResponse(encode_events(dialect.stream(entry, body, name)), media_type="text/event-stream")
-        return JSONResponse(dialect.write(entry, body, name))
+        client = _Client(request, lambda: service.lose(live, asked))
+        try:
+            entry = await service.answer(live, asked)
+            name = str(body.get("model") or model)
+            if body.get("stream") and dialect.stream is not None:
+                events = list(encode_events(dialect.stream(entry, body, name)))
+                return _Answer(StreamingResponse((), media_type="text/event-stream"), events, client)
+            whole = JSONResponse(dialect.write(entry, body, name))
+            content = bytes(whole.body)
+            parts = [content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES)]
+            return _Answer(whole, parts, client)
+        except BaseException:
+            client.leave()
+            raise
 
     return handle
+
+
+class _Client:
+    """Whoever asked for a turn, looked at until the last part of the answer is handed over: who goes away before has
+    not had the whole of it, and `lose` is called. What the system has taken may be lost too, and nobody is told."""
+
+    def __init__(self, request: Request, lose: Callable[[], Awaitable[None]]) -> None:
+        self._lose, self._is_served, self.is_gone = lose, False, False
+        self._watch = asyncio.create_task(self._look(request.receive))
+
+    async def _look(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self._is_served:  # a connection whose response is complete is called disconnected too
+            self.is_gone = True
+            try:
+                await self._lose()
+            except Exception:  # boundary: nobody waits for this; without the note a repeat is sampled anew
+                logger.exception("a lost answer could not be noted")
+
+    def leave(self) -> None:
+        """Do not look any more."""
+        self._is_served = True
+        self._watch.cancel()
+
+
+class _Answer(Response):
+    """The answer to a turn in parts, with the status and headers of another response."""
+
+    def __init__(self, like: Response, parts: Sequence[bytes], client: _Client) -> None:
+        super().__init__(status_code=like.status_code)
+        self.raw_headers, self._parts, self._client = like.raw_headers, parts, client
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope, receive
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        *parts, last = self._parts
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        for _ in range(ROUNDS if parts else 0):
+            await asyncio.sleep(0)
+        if not self._client.is_gone:  # else the server closes what has no end
+            self._client.leave()
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def _guarded(handle: Handler) -> Handler:
@@ -183,12 +236,17 @@ async def _body(request: Request) -> bytes:
 
 
 def _json(content: bytes) -> Json:
+    return _read(content, dict[str, object])
+
+
+def _read(content: bytes, kind: type[T]) -> T:
+    """Return the body. What cannot be recorded or sent back is refused here, and is no fault later: NaN, halves of
+    pairs of surrogates, integers of more than 64 bits, and what is nested too deeply."""
     try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, "body", f"the body is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused(400, "body", "the body is no JSON object")
+        body = msgspec.json.decode(content, type=kind)
+        msgspec.msgpack.encode(body)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise Refused(400, "body", f"the body cannot be read: {error}") from error
     return body
 
 

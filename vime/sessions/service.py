@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
+import msgspec
+
 from vime.sessions.recording import Turn, row_samples
 from vime.sessions.splice import ChatTokenizer, Message, continuation
 from vime.sessions.store import Budget, Entry, Reply, Session, SessionStore, State
@@ -77,6 +79,7 @@ class Asked:
     idempotency_key: str
     claimed: int
     task: asyncio.Future[Entry]
+    is_lost: bool = False  # its client went away before it had the whole answer, and nobody has asked again
 
 
 @dataclass(slots=True)
@@ -120,7 +123,7 @@ class Sessions:
             for entry in entries:
                 done: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
                 done.set_result(entry)
-                live.asked.append(Asked(entry.digest, entry.idempotency_key, entry.claimed, done))
+                live.asked.append(Asked(entry.digest, entry.idempotency_key, entry.claimed, done, entry.is_lost))
             self._live[session.id] = self._by_key[session.key_hash] = live
 
     async def close(self) -> None:
@@ -158,11 +161,19 @@ class Sessions:
         return live
 
     async def ask(self, live: Live, ask: Ask, *, digest: str, retry_count: int = 0, idempotency_key: str = "") -> Entry:
-        """Return the turn that answers this request: a recorded one, one under way, or a new one.
+        """Return the turn that answers this request, of a caller who does not go away."""
+        asked = await self.find(live, ask, digest=digest, retry_count=retry_count, idempotency_key=idempotency_key)
+        return await self.answer(live, asked)
+
+    async def find(
+        self, live: Live, ask: Ask, *, digest: str, retry_count: int = 0, idempotency_key: str = ""
+    ) -> Asked:
+        """Return the request whose turn answers this one: a recorded one, one under way, or a new one.
 
         A retry (`retry_count` at least 1) is answered with the newest turn of the same body that no retry of this count
-        has had: two equal requests whose responses were both lost get one each. A caller who goes away does not stop
-        the turn: it will ask again.
+        has had: two equal requests whose responses were both lost get one each. An answer that is known to be `lost`
+        goes to the next request of the same body, whatever its headers say: nobody has seen that completion. A caller
+        who goes away does not stop the turn: it will ask again.
         """
         known = self._recorded(live, digest, retry_count, idempotency_key)
         if known is None:
@@ -178,31 +189,48 @@ class Sessions:
             task.add_done_callback(self._tasks.discard)
             known = Asked(digest, idempotency_key, retry_count, task)
             live.asked.append(known)
+        return known
+
+    async def answer(self, live: Live, asked: Asked) -> Entry:
+        """Return the turn when it is recorded."""
         try:
-            entry = await asyncio.shield(known.task)
+            entry = await asyncio.shield(asked.task)
         except Exception:
-            if known in live.asked:
-                live.asked.remove(known)  # nothing was recorded: a retry samples anew
+            if asked in live.asked:
+                live.asked.remove(asked)  # nothing was recorded: a retry samples anew
             raise
-        if retry_count > entry.claimed:
-            entry.claimed = known.claimed = retry_count
-            await self._store.put_turn(live.session.id, entry)
+        await self._note(live, asked, entry)
         return entry
 
+    async def lose(self, live: Live, asked: Asked) -> None:
+        """Note that the answer did not arrive whole."""
+        asked.is_lost = True
+        if asked.task.done() and not asked.task.cancelled() and asked.task.exception() is None:
+            await self._note(live, asked, asked.task.result())  # else `answer` does it, which waits for the turn
+
+    async def _note(self, live: Live, asked: Asked, entry: Entry) -> None:
+        """Write what the turn's record does not say yet about those who asked for it."""
+        known = (asked.claimed, asked.idempotency_key, asked.is_lost)
+        if known != (entry.claimed, entry.idempotency_key, entry.is_lost) and live.session.id in self._live:
+            entry.claimed, entry.idempotency_key, entry.is_lost = known
+            await self._store.put_turn(live.session.id, entry)
+
     def _recorded(self, live: Live, digest: str, retry_count: int, idempotency_key: str) -> Asked | None:
+        same = [known for known in live.asked if known.digest == digest]
+        lost = [known for known in same if known.is_lost]
+        found: list[Asked] = []
         if idempotency_key:
-            for known in live.asked:
-                if known.idempotency_key == idempotency_key:
-                    if known.digest != digest:
-                        raise Refused(422, "idempotency_key_reused", "this Idempotency-Key came with another body")
-                    return known
-            return None
-        same = [known for known in live.asked if known.digest == digest] if retry_count else []
-        fresh = [known for known in same if known.claimed < retry_count]
-        found = (fresh or same)[-1:]
-        for known in found:
+            found = [known for known in live.asked if known.idempotency_key == idempotency_key]
+            if found and found[0].digest != digest:
+                raise Refused(422, "idempotency_key_reused", "this Idempotency-Key came with another body")
+        elif retry_count:
+            found = lost or [known for known in same if known.claimed < retry_count] or same
+        for known in (found or lost)[-1:]:
             known.claimed = max(known.claimed, retry_count)
-        return found[0] if found else None
+            known.idempotency_key = idempotency_key or known.idempotency_key
+            known.is_lost = False
+            return known
+        return None
 
     def _check(self, live: Live) -> None:
         """Refuse a new turn of a session that has ended or has used its budget."""
@@ -423,11 +451,14 @@ def message_of(reply: Reply) -> dict[str, object]:
 
 
 def parsed_arguments(text: object) -> object:
-    """Return the arguments of a call as an object; text that is no JSON stays text."""
+    """Return the arguments of a call as an object; text that is no JSON stays text, and so does what could not be
+    recorded (NaN, halves of pairs of surrogates, integers of more than 64 bits)."""
     try:
-        return json.loads(text) if isinstance(text, str) else text
-    except ValueError:
+        parsed: object = msgspec.json.decode(text) if isinstance(text, str) else text
+        msgspec.msgpack.encode(parsed)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
         return text
+    return parsed
 
 
 def canonical(message: Mapping[str, object]) -> tuple[object, ...]:

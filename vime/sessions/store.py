@@ -74,7 +74,7 @@ class Entry(msgspec.Struct, kw_only=True):
     """One turn with what is needed to answer it again: its answer is a function of this alone.
 
     `messages` is the conversation that was asked; None for a request made of tokens. `claimed` is the largest retry
-    count that this turn was the answer to.
+    count that this turn was the answer to. `is_lost`: its answer did not arrive whole, and nobody has asked again.
     """
 
     turn: Turn
@@ -85,6 +85,7 @@ class Entry(msgspec.Struct, kw_only=True):
     reply: Reply
     created: float
     claimed: int = 0
+    is_lost: bool = False
 
     @property
     def versions(self) -> list[Version]:

@@ -158,7 +158,7 @@ def staleness_columns(rollout_id: int, rows: Mapping[int, TrainRow], numbers: Se
 
 
 def sample_token_columns(step: StepPlan, rows: Mapping[int, TrainRow], numbers: Sequence[int]) -> Columns:
-    """Return {SAMPLE_TOKENS: ...} of the rows `numbers` for `reductions.reduce_loss`; {} where every sample of the step
+    """Return {SAMPLE_TOKENS: ...} of the rows `numbers` for `losses.reduce_loss`; {} where every sample of the step
     is one row, which divides by its own tokens."""
     if not step.sample_tokens:
         return {}

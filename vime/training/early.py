@@ -21,8 +21,7 @@ from vime.training.columns import OLD_LOGP, Columns
 from vime.training.loss_statistics import STATISTICS, rescale, to_metrics
 from vime.training.mismatch import Judge, MismatchCheck, Recording
 from vime.training.policy_loss import PolicyLoss
-from vime.training.round import accumulate, apply_step
-from vime.training.worker import TrainWorker
+from vime.training.worker import TrainWorker, accumulate, apply_step
 from vime.types import RoundPlan
 
 Value = TypeVar("Value")

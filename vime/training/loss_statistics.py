@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vime.algo.kl import kl_estimate
-from vime.algo.off_policy import effective_sample_size, ratio
+from vime.algo.losses import effective_sample_size, ratio
 
 SHARES = (
     "loss", "kl_loss", "entropy", "pg_clipfrac", "ppo_kl", "tis_clipfrac",

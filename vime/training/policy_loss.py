@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from vime.algo.kl import kl_estimate, unbiased_kl
-from vime.algo.losses import cispo_loss, policy_loss, sequence_log_ratio, sft_loss
-from vime.algo.off_policy import (
+from vime.algo.losses import (
+    cispo_loss,
     decoupled_weight,
     kept_weight,
     multi_level_weight,
     off_policy_sequence_mask,
+    policy_loss,
+    reduce_loss,
+    sequence_log_ratio,
+    sft_loss,
     truncated_weight,
 )
-from vime.algo.reductions import reduce_loss
 from vime.batching.pack import PackedBatch
 from vime.config.training import AlgoConfig
 from vime.protocols import calling_plugin
@@ -45,7 +48,7 @@ class PolicyLoss:
     loss of the step.
 
     Denominators are the step's, over all ranks and micro-batches (`StepPlan.num_samples`, `num_tokens`); see
-    `reductions.reduce_loss`. A token that a correction drops still counts in them. The old (proximal) policy of a token
+    `losses.reduce_loss`. A token that a correction drops still counts in them. The old (proximal) policy of a token
     is the one the round began with: the column `OLD_LOGP`, or, when there is none because the round is one step, the
     policy itself; under --use-rollout-logprobs the engine's.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vime.algo.reductions import reduce_loss
+from vime.algo.losses import reduce_loss
 from vime.algo.values import explained_variance, value_loss
 from vime.batching.pack import PackedBatch
 from vime.training.columns import RETURN, SAMPLE_TOKENS, VALUE

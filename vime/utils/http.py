@@ -31,6 +31,15 @@ class HttpFailure(ConnectionError):
     """A call without a response: nothing listens, or the connection was closed before the end."""
 
 
+class HttpUntrusted(HttpFailure):
+    """A call that was not sent: the server's certificate is of no authority that this process trusts, or of another
+    server. The same call again would end in the same way."""
+
+
+class HttpUnreachable(HttpFailure):
+    """No connection was made: nothing listens there, and nobody has had the request."""
+
+
 class HttpTimeout(HttpFailure, TimeoutError):
     """A call without a response within its deadline."""
 
@@ -91,10 +100,13 @@ class HttpSession:
                 ) as response,
             ):
                 return Response(response.status, await response.read(), response.content_type)
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise HttpUntrusted(str(error.certificate_error)) from error
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise HttpTimeout(f"no response within {deadline_s:g} s") from error
-            raise HttpFailure(_described(error)) from error
+            is_unreachable = isinstance(error, aiohttp.ClientConnectorError)
+            raise (HttpUnreachable if is_unreachable else HttpFailure)(_described(error)) from error
 
     async def close(self) -> None:
         """Close every connection; calls in progress fail."""

@@ -37,19 +37,22 @@ def loopback_interface() -> str:
     raise OSError(f"no network interface of this machine has the address {LOOPBACK}")
 
 
-def free_port(host: str = LOOPBACK) -> int:
-    """Return a port where nothing listens, another one at each call of this process.
+def free_port(host: str = LOOPBACK, *, in_a_row: int = 1) -> int:
+    """Return a port where nothing listens, another one at each call of this process. `in_a_row`: the first of so many
+    ports of which this is true.
 
     It lies below those that the kernel gives to outgoing connections. A server may take half a minute to begin to
     listen, and meanwhile thousands of connections are opened here, each of which could have got a port of the kernel's
     own choice. Another server may still take it first, so the user of it must report a failure.
     """
     chance = random.SystemRandom()  # seeded runs must not all try the same ports
-    for port in chance.sample(range(FIRST, _first_of_connections()), TRIES):
-        if port not in _answered and port_is_free(host, port):
-            _answered.add(port)
-            return port
-    raise OSError(f"no free port among {TRIES} tried from {FIRST} to {_first_of_connections() - 1}")
+    for first in chance.sample(range(FIRST, _first_of_connections() - in_a_row + 1), TRIES):
+        ports = range(first, first + in_a_row)
+        if _answered.isdisjoint(ports) and all(port_is_free(host, port) for port in ports):
+            _answered.update(ports)
+            return first
+    row = f"{in_a_row} free ports in a row" if in_a_row > 1 else "free port"
+    raise OSError(f"no {row} among {TRIES} tried from {FIRST} to {_first_of_connections() - 1}")
 
 
 def kept_port(host: str, backlog: int) -> int:

@@ -4,12 +4,18 @@ One process group outside torch's default one: the sender is rank 0, engine work
 gloo carries CPU memory over TCP; nccl is the same with buffers on the GPU. vLLM's stock NCCL engine is not used
 because it cannot say what it received: this one hashes every bucket before it is loaded.
 
-nccl has run in the tests of `tests/gpu` alone; what it adds to gloo's code is `_device`, `_completion` and the group.
+A group in which a broadcast failed is given up for good: the sender says so in the group's store, and a receiver that
+waits for bytes over gloo looks there, so that it can join the next group (decision 0039).
+
+nccl has not run yet between two GPUs (docs/never-run.md); what it adds to gloo's code is `_device`, `_completion` and
+the group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import secrets
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +35,13 @@ from vime.utils.background import in_background
 from vime.utils.waits import waiting
 from vime.weights.plan import Bucket, TensorMeta
 from vime.weights.rendezvous import join_store, open_store
+from vime.weights.update_info import UpdateInfo
 from vime.weights.wire import BucketReceiver, BucketSender, Deliver, update_to_wire
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+GIVEN_UP = "given-up"  # the key in the store of a group
+LOOK_S = 0.5
+"""Seconds between two looks of a receiver whether its group was given up."""
 
 
 class BroadcastGroup(Protocol):
@@ -50,10 +60,12 @@ class BroadcastSender(BucketSender):
         self._backend = backend
         self._group: BroadcastGroup | None = None
         self._store: dist.TCPStore | None = None
+        self._name = ""
 
     def connect(self, fleet: EngineControl) -> None:
         """Open a new group on a new port. The engines wait inside `init_transfer` until rank 0 has joined too."""
         self._group = self._store = None
+        self._name = secrets.token_hex(8)
         worlds = fleet.world_sizes()
         world_size = 1 + sum(worlds)
         timeout = timedelta(seconds=self._timeout_s)
@@ -67,6 +79,7 @@ class BroadcastSender(BucketSender):
                 "world_size": world_size,
                 "rank_offset": 1 + sum(worlds[:position]),
                 "timeout_s": self._timeout_s,
+                "group": self._name,
             }
             for position in range(len(worlds))
         ]
@@ -101,7 +114,7 @@ class BroadcastSender(BucketSender):
         try:
             for _, buffer in filled:
                 if answer is None:
-                    told = update_to_wire(metadata, self._bucket_bytes)
+                    told: UpdateInfo = {**update_to_wire(metadata, self._bucket_bytes), "group": self._name}
                     answer = in_background("weight-delivery", partial(deliver, told))
                 elif travelling is not None:
                     self._wait(travelling, answer)
@@ -112,6 +125,9 @@ class BroadcastSender(BucketSender):
                 self._wait(answer, answer)
         except BaseException:
             self._group = None
+            if self._store is not None:
+                with contextlib.suppress(RuntimeError):  # the failure that is raised explains more
+                    self._store.set(GIVEN_UP, "")
             _give_up(group, self._backend)
             raise
 
@@ -136,6 +152,7 @@ class _ConnectInfo(msgspec.Struct):
     world_size: int
     rank_offset: int
     timeout_s: float
+    group: str
 
 
 class BroadcastReceiver(BucketReceiver):
@@ -146,6 +163,14 @@ class BroadcastReceiver(BucketReceiver):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._group: BroadcastGroup | None = None
+        self._store: dist.TCPStore | None = None
+        self._name = ""
+
+    def check_call(self, update_info: Mapping[str, object]) -> None:
+        """A call of a group that was given up may have waited here until requests ended: it would take the buckets of
+        the next group."""
+        if update_info.get("group") != self._name:
+            raise PublishError("weight update over another broadcast group than this engine has joined last.")
 
     def connect(self, init_info: Mapping[str, object], worker_rank: int) -> None:
         told = msgspec.convert(init_info, _ConnectInfo)
@@ -153,9 +178,10 @@ class BroadcastReceiver(BucketReceiver):
         store = join_store(told.master_address, told.master_port, told.world_size, timeout=timeout)
         rank, own = told.rank_offset + worker_rank, local_address(f"http://{told.master_address}")
         self._group = _make_group(_device(self.backend), store, rank, told.world_size, own, timeout)
+        self._store, self._name = store, told.group
 
     def close(self) -> None:
-        self._group = None
+        self._group = self._store = None
 
     def _read(
         self,
@@ -164,13 +190,38 @@ class BroadcastReceiver(BucketReceiver):
     ) -> Iterator[list[torch.Tensor]]:
         """A bucket travels while the one before it is loaded."""
         group, travelling = _joined(self._group), deque[tuple[Bucket, torch.Tensor, dist.Work]]()
-        for bucket in buckets:
-            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=_device(self.backend))
-            travelling.append((bucket, buffer, _broadcast(group, buffer)))
-            if len(travelling) == 2:
-                yield _arrived(*travelling.popleft())
-        while travelling:
-            yield _arrived(*travelling.popleft())
+        try:
+            for bucket in buckets:
+                buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=_device(self.backend))
+                travelling.append((bucket, buffer, _broadcast(group, buffer)))
+                if len(travelling) == 2:
+                    yield self._arrived(*travelling.popleft())
+            while travelling:
+                yield self._arrived(*travelling.popleft())
+        except BaseException:
+            self._group = None
+            if self.backend == "gloo":
+                _keep(group)
+            raise
+
+    def _arrived(self, bucket: Bucket, buffer: torch.Tensor, work: dist.Work) -> list[torch.Tensor]:
+        """Return the tensors of a bucket. PublishError when the sender has given the group up, or has ended, before the
+        bytes came: gloo itself would wait until its deadline."""
+        if buffer.device.type != "cpu":
+            work.wait()
+            return [slot.view(buffer) for slot in bucket.slots]
+        travelling = in_background("weight-broadcast", work.wait)
+        while not wait([travelling], timeout=LOOK_S).done:
+            if self._is_given_up():
+                raise PublishError("the sender has given up the broadcast group of this weight update.")
+        travelling.result()
+        return [slot.view(buffer) for slot in bucket.slots]
+
+    def _is_given_up(self) -> bool:
+        try:
+            return self._store is None or self._store.check([GIVEN_UP])
+        except dist.DistError:  # the store ended with the sender
+            return True
 
 
 class NcclReceiver(BroadcastReceiver):
@@ -230,19 +281,19 @@ def _broadcast(group: BroadcastGroup, buffer: torch.Tensor) -> dist.Work:
     return group.broadcast([buffer], options)
 
 
-def _arrived(bucket: Bucket, buffer: torch.Tensor, work: dist.Work) -> list[torch.Tensor]:
-    work.wait()
-    return [slot.view(buffer) for slot in bucket.slots]
-
-
 def _give_up(group: BroadcastGroup, backend: str) -> None:
     """Leave a group in whose broadcast no engine may take part any more, so that the error comes out now and the
     process can save and end: deleting the group waits for the broadcast, until the timeout or until the engines are
     stopped. So it is never deleted, not even when Python ends and empties its modules. NCCL's has a watchdog that ends
     the process when the broadcast is late."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _keep(group)
     if backend == "nccl":
         in_background("weight-abort", group.abort)
+
+
+def _keep(group: BroadcastGroup) -> None:
+    """Have a group never deleted."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _completion(work: dist.Work, device: torch.device) -> Callable[[], object]:

@@ -28,6 +28,7 @@ class UpdateInfo(TypedDict):
     shapes: list[list[int]]
     bucket_bytes: NotRequired[int]
     path: NotRequired[str]
+    group: NotRequired[str]  # the name of the broadcast group that brings the bytes
     device_memory: NotRequired[DeviceMemory]
 
 

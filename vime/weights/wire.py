@@ -116,6 +116,9 @@ class BucketReceiver(ABC):
     def connect(self, init_info: Mapping[str, object], worker_rank: int) -> None:  # noqa: B027 - shm and disk need none
         """Meet the sender. `worker_rank` numbers the workers of this engine from 0."""
 
+    def check_call(self, update_info: Mapping[str, object]) -> None:  # noqa: B027 - the others hold no connection
+        """Raise PublishError when a call is not of the connection made last. Asked before anything is touched."""
+
     def start(self) -> None:
         self._content, self._next_index, self._count = ContentHash(), 0, None
 

@@ -25,7 +25,7 @@ from vime.agents.generate import generate
 from vime.agents.task import AgentTask
 from vime.rollout.exchanges import recording
 from vime.rollout.generation import engine_client, take_prompt_tokens, train_sampling_params
-from vime.rollout.groups import generate_and_rm_group, unusable_reason
+from vime.rollout.group_worker import generate_and_rm_group, unusable_reason
 from vime.rollout.loops import rollout_loop
 from vime.rollout.plugins import plugin
 from vime.rollout.request_priority import set_request_priority
@@ -164,6 +164,34 @@ def test_the_agent_of_the_group_that_is_needed_first_gets_the_next_free_place(tm
         rollout_loop().run(three(args), name="three agents", timeout_s=60)
         asked = [TOKENIZER.decode(request["token_ids"]) for request in world.engine.requests]
     assert [text.partition("g")[2][0] for text in asked] == ["1", "3", "9"]
+
+
+async def knows_every_turn(_args: Any, scored: Sample, **_: object) -> float:
+    """The number of turns, when they are the subagent's and the agent's with what each was asked and said."""
+    turns = json.loads(json.dumps(scored.metadata["turns"]))
+    told = [(turn["number"], turn["continues"], [one["content"] for one in turn["messages"]]) for turn in turns]
+    assert told == [(0, None, ["a"]), (1, None, ["search"]), (2, 0, ["b"])]
+    said = [turn["reply"]["content"] for turn in turns]
+    assert [text.startswith("n") for text in said] == [True] * 3
+    assert [turn["num_tokens"] for turn in turns] == [len(TOKENIZER.encode(f"{text}<|im_end|>")) for text in said]
+    assert [turn["versions"] for turn in turns] == [[int(text[1:])] for text in said]
+    return float(len(turns))
+
+
+async def all_know_every_turn(args: Any, scored: list[Sample], **_: object) -> list[float]:
+    return [await knows_every_turn(args, sample) for sample in scored]
+
+
+@pytest.mark.parametrize("flags", [["knows_every_turn"], ["all_know_every_turn", "--group-rm"]])
+def test_a_reward_function_is_told_every_turn_of_all_branches_and_the_rows_do_not_keep_them(
+    world: AgentWorld, flags: list[str]
+) -> None:
+    name, *more = flags
+    args = world.args("--agent-function", f"{HERE}:a_subagent", "--custom-rm-path", f"{HERE}:{name}", *more)
+    work = generate_and_rm_group(args, [sample(0), sample(1)], train_sampling_params(args))
+    rows = rollout_loop().run(work, name="a group", timeout_s=60)
+    assert [(row.index, row.reward) for row in rows] == [(0, 3.0), (0, 3.0), (1, 3.0), (1, 3.0)]
+    assert all(set(row.metadata) == {"level", "session_row", "session_rows"} for row in rows)
 
 
 class RewardService:

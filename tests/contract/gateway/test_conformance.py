@@ -3,10 +3,14 @@ names its fault."""
 
 import json
 import logging
+import os
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ from tests.helpers.weight_files import write_weights
 from vime.cli.conformance import check_producer
 from vime.cli.main import main
 from vime.gateway import messages as m
+from vime.gateway.address import write_address
 from vime.gateway.conformance import check_gateway
 from vime.gateway.scripted import ScriptedGateway
 from vime.gateway.tokens import Scope
@@ -303,3 +308,32 @@ def test_a_producer_that_ends_at_once_fails_and_wrong_words_are_refused(capsys, 
     assert main(["conformance", "http://127.0.0.1:9", "--producer", "true"]) == 2
     monkeypatch.delenv("VIME_TOKEN", raising=False)
     assert main(["conformance", "http://127.0.0.1:9"]) == 2
+
+
+def test_the_commands_of_the_page_of_the_protocol_as_a_reader_types_them(tmp_path):
+    """One gateway; RUN and NAME are these very words."""
+    page = (ROOT / "docs" / "producer-protocol.md").read_text()
+    run = GatewayRun(tmp_path / "RUN", manifest=write_weights(tmp_path / "weights" / "0", TENSORS, 0))
+    write_address(tmp_path / "RUN", run.server.url)
+    words = {"ADDRESS": run.server.url, "CMD": shlex.quote(f"exec {BROKEN} none")}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+    def typed(line, token=""):
+        assert f"\n    {line} " in page
+        for word, meant in words.items():
+            line = re.sub(rf"\b{word}\b", lambda _, meant=meant: meant, line)
+        variables = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "VIME_TOKEN": token, "COLUMNS": "200"}
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=150
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    try:
+        token = typed("vime token make RUN NAME").strip()
+        assert "16 checks, 0 failed" in typed("vime conformance ADDRESS", token)
+        eyes = run.tokens.make("eyes", (Scope.READ,), seconds=600)
+        assert re.search(r"^ *NAME +yes +0 +0 +3 ", typed("vime producers RUN", eyes), re.MULTILINE)
+        assert " 0 failed" in typed("vime conformance --producer CMD")
+    finally:
+        run.close()

@@ -10,8 +10,7 @@ import pytest
 from tests.helpers.gateway_run import GatewayRun, confirm, group_of, job_client, lease, sample
 from vime.gateway.messages import ErrorBody, Prompts, WeightManifest
 from vime.gateway.tokens import Scope
-from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_port import CALLS
+from vime.handoff.ledger import CALLS, Ledger
 from vime.handoff.ledger_types import Admission, Task
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.types import HandoffError
@@ -106,8 +105,36 @@ def test_no_producer_sees_or_ends_another_ones_leases(run):
     assert thief.post("/v1/producers/leave", json={}).json() == {"given_back": 0}
     assert prompt["lease"] not in [other["lease"] for other in lease(thief, 4, request="r")]
     refused(thief.get("/v1/producers"), 403, "forbidden")
+    for scope in (Scope.TRAIN, Scope.EVAL, Scope.READ):
+        other = run.client(f"{scope}-job", scopes=(scope,), confirms=False)
+        refused(other.post("/v1/producers/end", json={"producer": "job-a", "revoke": True}), 403, "forbidden")
     assert client.post("/v1/producers/heartbeat", json={}).json()["leases"] == [prompt["lease"]]
     assert client.post("/v1/groups", json=group_of(prompt)).json()["is_committed"]
+
+
+def test_an_admin_sees_everything_and_ends_a_job_and_its_tokens_but_does_no_work(run):
+    client, other = run.client("job-a"), run.client("job-b")
+    admin = run.client("keeper", scopes=(Scope.ADMIN,), confirms=False)
+    [prompt], [kept] = lease(client), lease(other)
+    run.tokens.make("job-a", (Scope.EVAL,), seconds=60)
+    assert {job["name"] for job in admin.get("/v1/producers").json()["producers"]} == {"job-a", "job-b"}
+    assert admin.get("/v1/queue").json()["leases"] == {"external/job-a": 1, "external/job-b": 1}
+    for path, call in (("/v1/leases", {"request": "r"}), ("/v1/producers/register", {})):
+        refused(admin.post(path, json=call), 403, "forbidden")
+    ended = {"given_back": 1, "revoked": []}
+    assert admin.post("/v1/producers/end", json={"producer": "job-a"}).json() == ended
+    refused(client.post("/v1/groups", json=group_of(prompt)), 409, "lease_lost")
+    [again] = lease(client, request="again")
+    assert (again["group"], again["attempt"]) == (prompt["group"], 2)
+    revoking = {"producer": "job-a", "revoke": True}
+    told = admin.post("/v1/producers/end", json=revoking).json()
+    assert (told["given_back"], len(told["revoked"])) == (1, 2)
+    assert admin.post("/v1/producers/end", json=revoking).json() == {"given_back": 0, "revoked": []}
+    refused(client.post("/v1/producers/heartbeat", json={}), 401, "unauthorized")
+    assert {token.name for token in run.tokens.tokens()} == {"job-b", "keeper"}
+    assert other.post("/v1/producers/heartbeat", json={}).json()["leases"] == [kept["lease"]]
+    nobody = {"given_back": 0, "revoked": []}
+    assert admin.post("/v1/producers/end", json={"producer": "nobody", "revoke": True}).json() == nobody
 
 
 def test_a_job_gets_prompts_only_with_the_serving_weights_and_a_wrong_hash_is_refused(run):

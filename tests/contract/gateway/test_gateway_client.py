@@ -1,15 +1,22 @@
 """The client of our own rollout jobs, with a real gateway."""
 
 import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
 
-from tests.helpers.gateway_run import GatewayRun, confirm, group_of, lease
+from tests.helpers.gateway_run import HASH, GatewayRun, confirm, group_of, lease
+from tests.helpers.lossy_proxy import LossyProxy
 from vime.gateway import messages as m
 from vime.gateway.client import GatewayClient, RefusedError
 from vime.gateway.tokens import Scope
+from vime.types import VimeError
+
+Result = TypeVar("Result")
 
 
 def test_a_gateway_that_forgot_the_weights_is_told_to_the_job_at_once(tmp_path: Path) -> None:
@@ -36,3 +43,90 @@ def test_a_gateway_that_forgot_the_weights_is_told_to_the_job_at_once(tmp_path: 
         assert asyncio.run(call()).is_committed
     finally:
         run.close()
+
+
+PART = 1000
+SIZES = {"empty": 0, "small": 7, "whole": 2 * PART, "large": 5 * PART + 1}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, bytes]:
+    directory = tmp_path / "published"
+    directory.mkdir()
+    made = {name: bytes((place * 7 + place // 251) % 256 for place in range(size)) for name, size in SIZES.items()}
+    for name, content in made.items():
+        (directory / name).write_bytes(content)
+    return made
+
+
+def manifest_of(directory: Path, files: dict[str, bytes]) -> m.WeightManifest:
+    entries = [
+        m.WeightFile(name=name, num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        for name, content in files.items()
+    ]
+    return m.WeightManifest(version=0, content_hash=f"{HASH}0", location=str(directory / "published"), files=entries)
+
+
+def with_client(run: GatewayRun, url: str, use: Callable[[GatewayClient], Coroutine[None, None, Result]]) -> Result:
+    async def used() -> Result:
+        client = GatewayClient(url, run.tokens.make("job-a", (Scope.TRAIN,), seconds=600), patience_s=30.0)
+        try:
+            return await use(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(used())
+
+
+async def download(client: GatewayClient, into: Path) -> None:
+    manifest = await client.get("/v1/weights/serving", m.WeightManifest)
+    for file in manifest.files:
+        await client.download(manifest.version, file, into)
+
+
+def test_files_are_downloaded_in_parts_and_whole_whichever_responses_are_lost(
+    tmp_path: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first response of every part is lost: also in the middle of a file."""
+    monkeypatch.setattr("vime.gateway.client.PART_BYTES", PART)
+    run = GatewayRun(tmp_path, manifest=manifest_of(tmp_path, files))
+    seen: set[tuple[str, str]] = set()
+
+    def loses(path: str, number: int) -> bool:
+        part = (path, proxy.ranges[number])
+        is_new = part not in seen
+        seen.add(part)
+        return is_new
+
+    proxy = LossyProxy(run.server.url, loses)
+    into = tmp_path / "held"
+    into.mkdir()
+    try:
+        with_client(run, proxy.url, lambda client: download(client, into))
+    finally:
+        proxy.close()
+        run.close()
+    assert {path.name: path.read_bytes() for path in into.iterdir()} == files
+    ranges = [
+        part for path, part in zip([path for path, _ in proxy.calls], proxy.ranges, strict=True) if "large" in path
+    ]
+    # 5,001 bytes in parts of 1,000, each asked for again after its response was lost
+    assert ranges == [f"bytes={at}-{min(at + 999, 5000)}" for at in range(0, 5001, 1000) for _ in range(2)]
+
+
+def test_other_bytes_than_the_manifest_says_are_no_file_of_the_job(
+    tmp_path: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vime.gateway.client.PART_BYTES", PART)
+    run = GatewayRun(tmp_path, manifest=manifest_of(tmp_path, files))
+    into = tmp_path / "held"
+    into.mkdir()
+    try:
+        content = bytearray(files["large"])
+        content[2500] ^= 1
+        (tmp_path / "published" / "large").write_bytes(content)
+        with pytest.raises(VimeError, match="SHA-256"):
+            with_client(run, run.server.url, lambda client: download(client, into))
+    finally:
+        run.close()
+    assert sorted(path.name for path in into.iterdir()) == ["empty", "small", "whole"]

@@ -58,7 +58,7 @@ def test_a_token_is_made_before_the_run_directory_exists_and_outlives_the_start_
 
 def test_wrong_words_are_refused_by_name(tmp_path, capsys):
     for words, said in (
-        (["make", str(tmp_path), "job", "--scopes", "admin"], "--scopes admin"),
+        (["make", str(tmp_path), "job", "--scopes", "root"], "--scopes root"),
         (["make", str(tmp_path), "job", "--days", "0"], "--days 0"),
         (["make", str(tmp_path), "../job"], "'../job'"),
         (["list", str(tmp_path / "none")], "gateway_tokens.json"),

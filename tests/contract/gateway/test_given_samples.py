@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 
 from tests.helpers.gateway_run import GatewayRun, group_of, lease, own_of, sample
@@ -143,3 +145,71 @@ def test_rows_that_are_no_sample_are_refused(plain: GatewayRun) -> None:
     call = {"lease": prompt["lease"], "sample": sample(first), "more_rows": [sample(second)]}
     assert "several samples" in invalid(client.post("/v1/samples", json=call))
     assert put(client, prompt, [sample(first), sample(second)]).json()["is_committed"]
+
+
+def as_packed(given: dict, **columns: object) -> dict:
+    """The same sample with packed columns."""
+    kinds = {"tokens": "<i4", "log_probs": "<f4", "loss_mask": "u1"}
+    return given | {
+        name: np.asarray(columns.get(name, given[name]), kind).tobytes()
+        for name, kind in kinds.items()
+        if name in given
+    }
+
+
+def test_packed_columns_are_stored_as_lists_are(plain: GatewayRun) -> None:
+    """In msgpack as bytes, in JSON as base64 (the job's own prompt); whole groups and single samples."""
+    client, packed = plain.client(), {"content-type": "application/msgpack"}
+    changes = {"log_probs": [-0.1, -2.5, -1e-7], "loss_mask": [1, 0, 1]}
+    by_list, by_bytes, single = lease(client, 3)
+    samples = {
+        prompt["group"]: [sample(entry["index"], **changes) for entry in prompt["samples"]]
+        for prompt in (by_list, by_bytes, single)
+    }
+    answers = [put(client, by_list, samples[by_list["group"]])]
+    given = [as_packed(entry) for entry in samples[by_bytes["group"]]]
+    body = msgspec.msgpack.encode({"lease": by_bytes["lease"], "samples": given})
+    answers += [client.post("/v1/groups", content=body, headers=packed) for _ in range(2)]
+    for entry in samples[single["group"]]:
+        call = {"lease": single["lease"], "sample": as_packed(entry)}
+        answers += [client.post("/v1/samples", content=msgspec.msgpack.encode(call), headers=packed) for _ in range(2)]
+    own = own_of(**changes)
+    own["samples"] = [as_packed(entry) for entry in own["samples"]]
+    text = {"content-type": "application/json"}
+    answers.append(client.post("/v1/groups/own", content=msgspec.json.encode(own), headers=text))
+    assert [answer.status_code for answer in answers] == [200] * 8, [answer.text for answer in answers]
+    expected = rows_of(plain, by_list["group"])
+    for group in (by_bytes["group"], single["group"], answers[-1].json()["group"]):
+        for mine, theirs in zip(rows_of(plain, group), expected, strict=True):
+            for name in ("tokens", "rollout_log_probs", "loss_mask"):
+                np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
+            assert mine.token_policy_versions == theirs.token_policy_versions
+
+
+@pytest.mark.parametrize(
+    ("column", "content", "why"),
+    [
+        ("tokens", b"123456789", r"bytes of its tokens are no whole numbers.* 9 bytes 4 for each number \(int32"),
+        ("tokens", np.asarray([1, -5, 7, 8, 9], "<i4").tobytes(), "no such token.* token -5 0 to"),
+        ("tokens", np.asarray([1, 5, 7, 8, 2**31 - 1], "<i4").tobytes(), "no such token.* token 2147483647"),
+        ("tokens", b"", "not a prompt and a completion within the bound.* 0 tokens"),
+        ("log_probs", b"12345", r"bytes of its log_probs are no whole numbers.* 4 for each number \(float32"),
+        ("log_probs", np.asarray([-1.0, np.nan, -1.0], "<f4").tobytes(), "log-probability is impossible.* nan"),
+        ("log_probs", np.asarray([-1.0, -np.inf, -1.0], "<f4").tobytes(), "log-probability is impossible.* -inf"),
+        ("log_probs", np.asarray([-1.0, 0.5, -1.0], "<f4").tobytes(), "log-probability is impossible.* 0.5"),
+        ("log_probs", np.asarray([-1.0], "<f4").tobytes(), "do not line up.* 1 log_probs"),
+        ("loss_mask", bytes([1, 2, 1]), "number of its loss_mask is impossible.* 2 0 or 1"),
+        ("loss_mask", bytes([1, 1]), "do not line up.* 2 entries of loss_mask"),
+    ],
+)
+def test_packed_columns_that_are_no_columns_are_refused(
+    plain: GatewayRun, column: str, content: bytes, why: str
+) -> None:
+    client = plain.client()
+    [prompt] = lease(client, 1)
+    given = [sample(entry["index"]) | {column: content} for entry in prompt["samples"]]
+    body = msgspec.msgpack.encode({"lease": prompt["lease"], "samples": given})
+    answer = client.post(
+        "/v1/groups", content=body, headers={"content-type": "application/msgpack", "accept": "application/json"}
+    )
+    assert re.search(why, invalid(answer)), answer.text

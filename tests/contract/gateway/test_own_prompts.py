@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,27 +95,6 @@ def test_a_key_counts_once_and_other_content_is_refused_by_name(run: GatewayRun)
         )
     assert other.post(OWN, json=own_of()).json()["group"] == 1, "a key is of its producer"
     assert ready(run) == 2
-
-
-def test_an_answer_that_is_lost_at_any_byte_counts_once(run: GatewayRun) -> None:
-    """The connection is cut after every 64 bytes of the request, then after every 24 of the response."""
-    client = run.client()
-    host, port = run.server.url.removeprefix("http://").split(":")
-    body = json.dumps(own_of()).encode()
-    head = f"POST {OWN} HTTP/1.1\r\nhost: x\r\nauthorization: {client.headers['authorization']}\r\n"
-    request = f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
-    for cut in range(0, len(request), 64):
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
-            connection.sendall(request[:cut])
-    assert ready(run) == 0
-    for cut in range(0, 240, 24):
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
-            connection.sendall(request)
-            got = b""
-            while len(got) < cut:
-                got += connection.recv(cut - len(got)) or b" " * cut
-    assert client.post(OWN, json=own_of()).json()["repeated"]
-    assert ready(run) == 1
 
 
 def test_slots_and_a_full_queue_hold_it_back_and_a_freed_slot_is_its_while_it_holds_fewest(tmp_path: Path) -> None:

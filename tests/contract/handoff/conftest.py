@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.ray_cluster import ray_cluster  # noqa: F401
 from vime.config.training import QueueConfig
-from vime.handoff.stores import MemoryStore, ObjectStore, PayloadStore
+from vime.handoff.group_store import MemoryStore, ObjectStore, PayloadStore
 
 
 @dataclass

@@ -190,10 +190,11 @@ def test_a_run_whose_ray_died_starts_again_in_a_fresh_one_and_leaves_nothing_of_
     assert "every promise kept" in finished.output
 
 
-@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("server", ["raylet", pytest.param("gcs_server", marks=pytest.mark.nightly)])
 def test_a_run_that_may_not_start_again_ends_by_name_when_its_ray_dies(
     tiny_task: TinyTask, tmp_path: Path, server: str
 ) -> None:
+    """That the death of either server is seen and named, in the usual session too: the two tests before it."""
     flags = [*tiny_task.flags(), *SCRIPTED, "--num-rollout", "500", "--max-restarts", "0"]
     training = Training("train.py", flags, tmp_path / "run")
     training.wait_for_event("checkpoint_saved")

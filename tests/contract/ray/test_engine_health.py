@@ -40,7 +40,7 @@ class RouterThatWaits:
     def __init__(self, *_) -> None:
         pass
 
-    def start(self, _engines, _deadline_s) -> None:
+    def start(self, _engines, _deadline_s, _port) -> None:
         time.sleep(600)
 
 
@@ -58,8 +58,8 @@ def start(monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Engines]]:
 
     yield started
     for engines in made:
-        for part in [*engines._engines, engines._router]:
-            if part is not None and part.actor is not None:
+        for part in [*engines._engines, *(engines._routers.each if engines._routers else [])]:
+            if part.actor is not None:
                 part.actor.kill()
 
 
@@ -83,7 +83,7 @@ class RouterThatTells:
     def __init__(self, *_) -> None:
         pass
 
-    def start(self, _engines, _deadline_s) -> tuple[str, int]:
+    def start(self, _engines, _deadline_s, _port) -> tuple[str, int]:
         return "stub", 1
 
     def check(self, deadline_s: float, is_updating: bool) -> None:

@@ -42,6 +42,26 @@ def test_a_killed_engine_leaves_the_router_and_is_back_after_the_next_update(sta
     assert len(fleet.told) == 4  # twice lost, twice back
 
 
+def test_a_broadcast_group_is_made_anew_without_an_engine_that_is_lost_and_with_it_when_it_is_back(start_fleet) -> None:
+    fleet = start_fleet(2, "--update-weight-transport", "gloo")
+    assert fleet.publish(0) == ["engine-0", "engine-1"]
+    fleet.server(1).kill()
+    fleet.check_until(lambda: ("engine_lost", "engine-1") in fleet.events())
+    assert fleet.publish(1) == ["engine-0"]
+    assert fleet.versions(4) == {"1"}
+    assert fleet.publish(2) == ["engine-0"]  # over the same group
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
+    assert fleet.routed() == ["engine-0"]
+    assert fleet.publish(3) == ["engine-0", "engine-1"]  # each confirmed version and hash
+    assert fleet.events()[-1] == ("engine_readmitted", "engine-1")
+    assert fleet.routed() == ["engine-0", "engine-1"]
+    assert fleet.publish(4) == ["engine-0", "engine-1"]
+    assert fleet.versions(8) == {"4"}
+    assert [kind for kind, _ in fleet.events()] == [
+        f"engine_{kind}" for kind in ("lost", "starting", "ready", "readmitted")
+    ]
+
+
 def test_an_engine_that_is_lost_asleep_starts_when_engines_are_awake_and_trainers_wait_for_that(start_fleet) -> None:
     """--colocate: while engines sleep, trainers have the GPUs that a new engine would look for."""
     fleet = start_fleet(2, "--colocate", "--actor-num-gpus-per-node", "2")
@@ -115,6 +135,24 @@ def test_an_engine_that_dies_in_an_update_does_not_fail_it_for_the_others(start_
     fleet = start_fleet(3)
     fleet.publish(0)
     assert fleet.publish(1, during=fleet.server(1).kill) == ["engine-0", "engine-2"]
+    assert fleet.routed() == ["engine-0", "engine-2"]
+    assert fleet.versions(8) == {"1"}
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
+    assert fleet.publish(2) == ["engine-0", "engine-1", "engine-2"]
+    assert fleet.versions(8) == {"2"}
+
+
+@pytest.mark.parametrize("moment", ["during", "midway"])
+def test_an_engine_that_dies_in_a_broadcast_is_left_out_of_the_next_group_which_gets_the_same_version(
+    start_fleet, moment
+) -> None:
+    """At once: the deadline of an update is 300 s."""
+    fleet = start_fleet(3, "--update-weight-transport", "gloo")
+    fleet.publish(0)
+    began = time.monotonic()
+    assert fleet.publish(1, **{moment: fleet.server(1).kill}) == ["engine-0", "engine-2"]
+    assert time.monotonic() - began < 60
+    assert fleet.events() == [("engine_lost", "engine-1")]
     assert fleet.routed() == ["engine-0", "engine-2"]
     assert fleet.versions(8) == {"1"}
     fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])

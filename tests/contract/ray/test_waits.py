@@ -2,10 +2,12 @@
 
 import logging
 import time
+from argparse import Namespace
 
 import pytest
 import ray
 
+from benchmarks.unit_costs import tickets
 from vime.ray.waits import Interrupted, _raise_named, said_meanwhile, wait_for
 from vime.types import ClusterError, PartError, StaleError, WaitTimeoutError
 
@@ -14,6 +16,10 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 @ray.remote(num_cpus=0)
 class Rank:
+    def answer_late(self, value: int) -> int:
+        time.sleep(0.6)  # longer than a poll of the wait
+        return value
+
     def answer(self, value: int) -> int:
         return value
 
@@ -53,7 +59,8 @@ def wait(refs, deadline_s=60.0, on_poll=None):
 
 
 def test_answers_come_in_the_order_of_the_question(ranks) -> None:
-    assert wait([actor.answer.remote(value) for value, actor in enumerate(ranks)]) == [0, 1]
+    """Also when the first one returns last."""
+    assert wait([ranks[0].answer_late.remote(0), ranks[1].answer.remote(1)]) == [0, 1]
 
 
 def test_a_failing_rank_ends_the_wait_while_its_peer_hangs(ranks) -> None:
@@ -131,3 +138,15 @@ def test_what_ray_lost_is_the_clusters_failure() -> None:
 
     with pytest.raises(ClusterError, match="a column: trainer: Lost: its owner died"):
         _raise_named(Lost("its owner died"), "a column", "trainer")
+    with pytest.raises(ClusterError, match="a column: trainer: Lost: Lost"):
+        _raise_named(Lost(), "a column", "trainer")  # an error of Ray without a text
+
+
+def test_the_benchmark_of_tickets_prints_what_a_rank_costs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tickets(Namespace(repeats=1, doublings=1))
+    said = capsys.readouterr().out
+    assert "| 128 |" in said
+    assert "| 256 |" in said
+    assert ray.is_initialized()  # it leaves a Ray that it did not start

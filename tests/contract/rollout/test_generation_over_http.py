@@ -12,7 +12,8 @@ from vime.rollout.engine_client import EngineClient
 from vime.rollout.generation import close_clients, generate, generate_group, train_sampling_params
 from vime.rollout.loops import rollout_loop
 from vime.rollout.seeds import request_seed
-from vime.types import EngineError, Sample, SampleStatus, VersionSpan, WaitTimeoutError
+from vime.types import EngineError, EngineLostError, Sample, SampleStatus, VersionSpan, WaitTimeoutError
+from vime.utils.http import HttpFailure
 
 A, B, EOS, THINK, END_THINK = 5, 6, 2, 3, 4
 
@@ -328,3 +329,104 @@ class TestHalt:
             engine.workers = None
             asyncio.run(run(engine))
         assert "does not list its engines" in caplog.text
+
+
+class TestSeveralRouters:
+    """A client that waited before it asks the next router would miss its deadline."""
+
+    @pytest.fixture(autouse=True)
+    def no_pause(self, monkeypatch):
+        monkeypatch.setattr(engine_client, "LONGEST_BACKOFF_S", 600)
+
+    def ask(self, urls, sessions):
+        """A request for each session. Returns the first token of each."""
+
+        async def run():
+            client = EngineClient(
+                urls[0], others=urls[1:], max_in_flight=len(sessions), timeout_s=20, first_backoff_s=600
+            )
+            try:
+                asks = (client.generate([1], {"temperature": 1.0}, session_id=session) for session in sessions)
+                return [completion.token_ids[0] for [completion] in await asyncio.gather(*asks)]
+            finally:
+                await client.aclose()
+
+        return asyncio.run(run())
+
+    def url(self, engine):
+        return f"http://127.0.0.1:{engine.port}"
+
+    def test_each_session_has_its_router_and_keeps_it(self):
+        sessions = [f"group-{number}" for number in range(4)] * 2  # 0110, see test_router_choice.py
+        with (
+            ScriptedEngine(lambda _: Reply(token_ids=[A, EOS])) as first,
+            ScriptedEngine(lambda _: Reply(token_ids=[A + 1, EOS])) as second,
+        ):
+            tokens = self.ask([self.url(first), self.url(second)], sessions)
+        assert tokens == [A, A + 1, A + 1, A] * 2
+
+    @pytest.mark.parametrize("status", [None, 503])
+    def test_a_router_that_does_not_respond_or_has_no_engine_is_passed_over_at_once(self, status):
+        sessions = [f"group-{number}" for number in range(8)]
+        with ScriptedEngine(lambda _: Failure(status or 500, "no engine")) as away:
+            if status is not None:
+                with ScriptedEngine(lambda _: Reply(token_ids=[A, EOS])) as engine:
+                    assert self.ask([self.url(engine), self.url(away)], sessions) == [A] * 8
+                assert len(away.requests) == 3  # those of group-1, group-2 and group-6
+        with ScriptedEngine(lambda _: Reply(token_ids=[A, EOS])) as engine:  # `away` is gone
+            assert self.ask([self.url(away), self.url(engine)], sessions) == [A] * 8
+            assert self.ask([self.url(engine), self.url(away)], sessions) == [A] * 8
+            assert len(engine.requests) == 16
+
+    def test_when_none_responds_all_are_tried_again_after_a_pause_and_the_last_error_is_told(self):
+        async def run(urls):
+            client = EngineClient(urls[0], others=urls[1:], max_in_flight=1, timeout_s=20, first_backoff_s=1e-3)
+            try:
+                await client.generate([1], {"temperature": 1.0}, session_id="group-1")
+            finally:
+                await client.aclose()
+
+        down = Failure(503, "no engine")
+        with ScriptedEngine(lambda _: down) as first, ScriptedEngine(lambda _: down) as second:
+            with pytest.raises(EngineLostError, match="no response after 8 attempts, the last: HTTP 503: no engine"):
+                asyncio.run(run([self.url(first), self.url(second)]))
+            assert (len(first.requests), len(second.requests)) == (8, 8)
+
+    def test_once_generation_is_aborted_nothing_is_sent_to_the_next_router(self):
+        asked = []
+
+        async def run():
+            client = EngineClient("http://first", others=["http://second"], max_in_flight=1, timeout_s=20)
+            halt = AbortScope()
+            halt.activate()
+
+            async def call(_method, url, *_, **__):
+                asked.append(url)
+                halt.is_set = True  # as `end` does, while the request is under way
+                raise HttpFailure("the router ended")
+
+            client._http.call = call
+            try:
+                return await client.generate([1], {"temperature": 1.0}, session_id="group-0")
+            finally:
+                await client.aclose()
+
+        [completion] = asyncio.run(run())
+        assert (completion.token_ids, completion.finish_reason) == ((), "abort")
+        assert asked == ["http://first/inference/v1/generate"]
+
+    def test_an_abort_reaches_engines_that_only_one_of_the_routers_names(self):
+        async def run(urls, held):
+            client = EngineClient(urls[0], others=urls[1:], max_in_flight=1, timeout_s=20)
+            halt = AbortScope()
+            halt.activate()
+            task = asyncio.create_task(client.generate([1], {"temperature": 1.0}, session_id="group-0"))
+            await asyncio.to_thread(held.num_held.acquire)
+            await halt.end([task])
+            await client.aclose()
+            return task.result()
+
+        with ScriptedEngine(lambda _: Hang()) as second, ScriptedEngine(lambda _: Held(Reply(token_ids=[A]))) as first:
+            first.workers, second.workers = None, [self.url(first)]
+            [completion] = asyncio.run(run([self.url(first), self.url(second)], first))
+        assert completion.token_ids == [A]

@@ -17,14 +17,12 @@ from tests.helpers.known_history import Answer, History
 from tests.helpers.ledger_cases import Clock
 from tests.helpers.metrics_page import undocumented
 from tests.helpers.rollout_setup import make_args, write_jsonl, write_model_directory
-from vime.handoff.group_store import GroupStore
-from vime.handoff.ledger import Ledger, LedgerStatus
-from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.group_store import GroupStore, MemoryStore
+from vime.handoff.ledger import Ledger, LedgerStatus, LocalLedgerPort
 from vime.handoff.ledger_types import LedgerRules, StalePolicy
 from vime.handoff.round_ledger import RoundLedger
 from vime.handoff.spool import Spool
-from vime.handoff.staleness import check_staleness, staleness_metrics
-from vime.handoff.stores import MemoryStore
+from vime.handoff.ticket import check_staleness, staleness_metrics
 from vime.rollout import coordinator as coordinator_module
 from vime.rollout import group_writer
 from vime.rollout.convert import group_rows

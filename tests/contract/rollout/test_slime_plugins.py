@@ -10,7 +10,7 @@ from tests.helpers.rollout_setup import make_args
 from tests.helpers.scripted_engine import Reply, ScriptedEngine
 from vime.rollout import engine_client
 from vime.rollout.generation import close_clients, eval_sampling_params, train_sampling_params
-from vime.rollout.groups import filter_verdict, generate_and_rm_group, mark_samples
+from vime.rollout.group_worker import filter_verdict, generate_and_rm_group, mark_samples
 from vime.rollout.loops import rollout_loop
 from vime.rollout.plugins import check_plugins, is_of_slime, plugin
 from vime.types import ConfigError, PluginError, Sample, SampleStatus, VersionSpan

@@ -7,8 +7,10 @@ import contextlib
 import http.client
 import http.server
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anthropic
@@ -249,6 +251,77 @@ def test_two_equal_first_requests_are_two_completions_and_each_retry_gets_its_ow
         answers = [_chat(client, messages, stream=False) for _ in range(2)]
     assert answers == ["on the 0", "on the 1"]
     assert len(world.engine.requests) == 2
+
+
+LONG = 60_000
+"""Tokens of an answer of 6 MB with its log-probabilities: more than a system takes (4 MB, tcp_wmem)."""
+
+
+def _body(text: str) -> bytes:
+    asked = {"model": "m", "messages": [{"role": "user", "content": text}], "logprobs": True}
+    return json.dumps(asked).encode()
+
+
+def plain(session: dict[str, str], text: str) -> str:
+    """Ask as a client without any header about retries does."""
+    key = {"Authorization": f"Bearer {session['key']}"}
+    answer = httpx.post(f"{session['base_url']}/chat/completions", content=_body(text), headers=key, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def leave(port: int, session: dict[str, str], text: str, after: Callable[[socket.socket], object]) -> None:
+    """Ask the same as `plain` and go away after `after`."""
+    body = _body(text)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: m\r\nAuthorization: Bearer {session['key']}\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect(("127.0.0.1", port))
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        after(client)
+
+
+def test_an_answer_whose_client_went_away_is_that_of_the_next_equal_request_without_any_header(world: World) -> None:
+    """Three clients go away: two while the engine samples, one in the middle of an answer that no buffer holds whole.
+    Each repeats, and has the turn; what is asked once more after that is a new completion."""
+    session = world.session()
+    is_asked, may_answer = threading.Event(), threading.Event()
+    script = world._answer
+
+    def held(request: Request) -> Reply:
+        if request.number in (0, 2):
+            is_asked.set()
+            assert may_answer.wait(60)
+        is_long = request.number == 4
+        return Reply(token_ids=TOKENIZER.encode("x") * LONG, version="0") if is_long else script(request)
+
+    world.engine._script = held
+
+    def gone_while_it_is_sampled(text: str) -> None:
+        is_asked.clear()
+        may_answer.clear()
+        leave(world.port, session, text, lambda _: is_asked.wait(60))
+
+    gone_while_it_is_sampled("a")
+    with ThreadPoolExecutor(1) as threads:
+        repeated = threads.submit(plain, session, "a")  # comes while the turn is under way
+        may_answer.set()
+        assert repeated.result(60) == "on the 0"
+    assert plain(session, "a") == "on the 1"
+
+    gone_while_it_is_sampled("b")
+    may_answer.set()
+    while world.call(session, "GET").json()["turns"] < 3:
+        pass
+    world.kill()
+    world.start()  # it is in the record that the answer was lost
+    assert [plain(session, "b") for _ in range(2)] == ["on the 2", "on the 3"]
+
+    leave(world.port, session, "d", lambda client: client.recv(1))
+    assert len(plain(session, "d")) == LONG
+    assert len(world.engine.requests) == 5
+    assert [plain(session, "c") for _ in range(2)] == ["on the 5", "on the 6"]
 
 
 def test_an_idempotency_key_names_one_turn(world: World) -> None:

@@ -1,7 +1,13 @@
-"""A front holds its clients while the server of sessions is away. The SDK of these tests repeats nothing itself."""
+"""A front holds its clients while the server of sessions is away. The SDK of these tests repeats nothing itself.
+
+The front is a process: `vime sessions-front SERVER`.
+"""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,35 +16,29 @@ from pathlib import Path
 import anthropic
 import openai
 import pytest
-import uvicorn
 
-from tests.contract.sessions.test_sdk_sessions import LossyProxy, World
+from tests.contract.sessions.test_sdk_sessions import LossyProxy, World, leave, plain
 from tests.helpers.scripted_engine import Held, Reply
-from vime.sessions.front import make_front
-from vime.utils.network import free_port
 
 ASKED = [{"role": "user", "content": "q"}]
 
 
 class Front:
-    """A front in a thread; `of` gives a session's addresses at it."""
+    """A front, which is started at the first use; `client` is an SDK before it."""
 
-    def __init__(self, server_port: int, *, patience_s: float = 60) -> None:
-        self.port = free_port()
-        app = make_front(f"http://127.0.0.1:{server_port}", patience_s=patience_s)
-        config = uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="warning")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
+    def __init__(self, server_port: int, *flags: str) -> None:
+        server = f"http://127.0.0.1:{server_port}"
+        self._command = [sys.executable, "-m", "vime", "sessions-front", server, *flags]
 
     def __enter__(self) -> Front:
-        self._thread.start()
-        while not self._server.started:
-            assert self._thread.is_alive()
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline().rpartition(":")[2])
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(30)
+        self._process.terminate()
+        assert self._process.wait(30) in (0, -signal.SIGTERM)
 
     def client(self, session: dict[str, str]) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=session["key"], max_retries=0)
@@ -74,11 +74,11 @@ def test_a_request_to_a_server_that_is_away_is_answered_when_it_is_back(world: W
 def test_a_turn_that_its_server_died_in_is_sampled_again_and_recorded_once(world: World) -> None:
     session = world.session()
     is_asked = threading.Event()
-    plain = world.engine._script
+    script = world.engine._script
 
     def hold_the_first(request: object) -> object:
         is_asked.set()
-        return Held(Reply(token_ids=[1])) if request.number == 0 else plain(request)
+        return Held(Reply(token_ids=[1])) if request.number == 0 else script(request)
 
     world.engine._script = hold_the_first
     with Front(world.port) as front, ThreadPoolExecutor(1) as threads:
@@ -104,9 +104,30 @@ def test_a_turn_whose_answer_was_lost_behind_the_front_is_not_sampled_again(worl
     assert len(world.engine.requests) == 2
 
 
+def test_a_client_that_leaves_the_front_and_asks_again_without_a_header_gets_the_turn(world: World) -> None:
+    session = world.session()
+    with Front(world.port) as front:
+        at_front = {**session, "base_url": f"http://127.0.0.1:{front.port}/v1"}
+        is_asked, may_answer = threading.Event(), threading.Event()
+        script = world.engine._script
+
+        def held(request: object) -> object:
+            is_asked.set()
+            assert may_answer.wait(60)
+            return script(request)
+
+        world.engine._script = held
+        leave(front.port, session, "a", lambda _: is_asked.wait(60))
+        with ThreadPoolExecutor(1) as threads:
+            again = threads.submit(plain, at_front, "a")
+            may_answer.set()
+            assert again.result(60) == "on the 0"
+        assert plain(at_front, "a") == "on the 1"
+
+
 def test_a_server_that_stays_away_is_a_503_and_a_refusal_is_passed_on(world: World) -> None:
     session = world.session()
-    with Front(world.port, patience_s=0.2) as front:
+    with Front(world.port, "--patience-secs", "0.2") as front:
         with pytest.raises(openai.AuthenticationError):
             ask(front.client({"key": "guess"}))
         world.kill()

@@ -15,6 +15,7 @@ from vime.backends.vllm_utils.process import ServerProcess, server_environment
 from vime.config.parse import Config
 from vime.ray.cluster import GENERATION_NICENESS, yield_to_trainers
 from vime.types import EngineError, WaitTimeoutError
+from vime.utils.http import HttpFailure
 from vime.utils.network import free_port
 
 DEADLINE_S = 30.0
@@ -29,6 +30,19 @@ server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), http.s
 print("pids", os.getpid(), child.pid, flush=True)
 server.serve_forever()
 """
+
+
+# A server that changes the first variable that Ray happens to give, as vLLM changes some, and then takes a title.
+TITLED = (
+    """
+import os
+first = os.environ.pop("FIRST_OF_OWNER")
+os.environ["LATER"] = first
+import setproctitle
+setproctitle.setproctitle("VLLM::EngineCore")
+"""
+    + SERVER
+)
 
 
 def make_server(tmp_path: Path, *arguments: str, code: str = SERVER) -> ServerProcess:
@@ -92,6 +106,24 @@ def test_a_server_that_has_started_yields_with_all_its_threads_and_as_a_session(
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in [server.pid, *threads]} == {niceness}
     group = Path(f"/proc/{server.pid}/autogroup")
     assert not group.exists() or group.read_text().split()[-1] == str(niceness)
+
+
+def test_the_title_of_a_server_can_be_read_whichever_variable_comes_first(tmp_path, monkeypatch):
+    """setproctitle finds the command line in front of the first variable of the environment, unless that was changed.
+    Ray gives its workers their variables in any order: of some engines the core could not be told from its server."""
+    ours = dict(os.environ)
+    for name in ours:
+        monkeypatch.delenv(name)
+    for name, value in ({"FIRST_OF_OWNER": "1"} | ours).items():
+        monkeypatch.setenv(name, value)
+    titled = make_server(tmp_path, code=TITLED)
+    titled.start()
+    titled.wait_ready(DEADLINE_S)
+    process = server_and_child(titled)[0]
+    said, environment = " ".join(process.cmdline()), process.environ()
+    titled.stop()
+    assert said.startswith("VLLM::EngineCore")
+    assert environment["FIRST_OF_OWNER"] == "1"  # what it began with is still there
 
 
 def test_stop_ends_the_server_its_child_and_the_guard(server):
@@ -230,6 +262,18 @@ def test_a_server_whose_guard_still_clears_up_is_not_said_to_live(server):
         server.probe(server._ready_url, DEADLINE_S)
 
 
+def test_a_server_that_is_stopped_while_it_is_asked_is_said_to_be_stopped(server, monkeypatch):
+    """Its actor answers and stops it in two threads."""
+
+    def closed(*_: object, **__: object) -> None:
+        server.stop()
+        raise HttpFailure("the client is closed")
+
+    monkeypatch.setattr(server._http, "call", closed)
+    with pytest.raises(EngineError, match="is not running: it was never started, or it was stopped"):
+        server.probe("http://127.0.0.1:1/health", 5)
+
+
 def test_a_stopped_server_is_stopped_for_good_by_its_owner(server):
     processes = server_and_child(server)
     processes[0].suspend()
@@ -238,7 +282,7 @@ def test_a_stopped_server_is_stopped_for_good_by_its_owner(server):
 
 
 def test_a_server_that_ends_early_is_reported_at_once_with_its_last_lines(tmp_path):
-    code = "import sys; [print('line', number) for number in range(40)]; sys.exit('no such model: x')"
+    code = "import sys; [print('line', number) for number in range(40)]; sys.exit('\x1b[31mno such\x1b[0m model: x')"
     server = make_server(tmp_path, code=code)
     server.start()
     with pytest.raises(EngineError, match="exit code 1") as ended:

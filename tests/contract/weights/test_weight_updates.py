@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.helpers import tiny_models
+from tests.helpers.engine_updates import kill_one_of_two_in_a_broadcast
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.backends.vllm_utils.routes import UPDATE_ROUTE
@@ -27,6 +28,7 @@ from vime.weights.publish import publish
 from vime.weights.shm import ShmSender
 from vime.weights.transports import make_sender
 from vime.weights.versions import check_reports
+from vime.weights.wire import update_to_wire
 
 BUCKET_BYTES = 60_000  # the tiny model has about 379 kB in fp32: several buckets
 TIMEOUT_S = 60.0
@@ -349,6 +351,34 @@ def test_a_failed_broadcast_is_reported_at_once_though_another_engine_still_wait
         sender.close()
         assert time.monotonic() - started < 15
         control.close()
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_an_engine_that_is_left_of_a_broadcast_in_which_another_was_killed_takes_the_version_from_the_next_group(
+    rank, model, tmp_path
+):
+    """At once, where gloo would wait for the group's deadline of 60 s."""
+    with FakeEngine(name="left") as engine:
+        control = FleetControl([engine.address], timeout_s=TIMEOUT_S)
+        tiny_models.perturb(model, seed=rank)
+        kill_one_of_two_in_a_broadcast(engine.address, model, tmp_path, rank=rank)
+        began = time.monotonic()
+        again = make_sender("gloo", bucket_bytes=BUCKET_BYTES, directory=tmp_path, timeout_s=TIMEOUT_S)
+        again.connect(control)
+        send(model, control, again, 100)
+        assert time.monotonic() - began < 30
+        assert all(torch.equal(engine.weights[name], tensor) for name, tensor in tiny_models.stream(model))
+        again.close()
+        control.close()
+
+
+def test_a_call_of_a_broadcast_group_that_was_given_up_is_refused_before_it_loads_anything(two_fakes, tmp_path):
+    first, _, control = two_fakes
+    send_small(control, "gloo", tmp_path)
+    late = update_to_wire([TensorMeta.of(*pair) for pair in WEIGHTS.items()], 128)
+    with pytest.raises(EngineError, match="another broadcast group than this engine has joined last"):
+        control.update({**late, "group": "an earlier one"}, version=2, pause_mode="keep")
+    assert first.weights.keys() == WEIGHTS.keys()
 
 
 @pytest.mark.parametrize("transport", ["gloo", "disk"])

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tests.helpers import dist_launch
@@ -43,6 +44,50 @@ def test_ranks_of_a_parent_with_a_thread_are_new_processes(tmp_path: Path) -> No
         preload="tests.helpers.launch_targets:start_a_thread",
     )
     assert [answer[:2] for answer in answers] == [("hello", 0), ("hello", 1)]
+
+
+def test_launches_with_the_same_imports_are_forks_of_one_process_that_the_session_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each begins with what the imports made, and with nothing that an earlier one did; a variable of the environment,
+    which an import may have read, makes another process."""
+    monkeypatch.setattr(dist_launch, "_bases", {})  # others go on
+    answers = []
+    try:
+        for number, variables in enumerate(({}, {}, {"VIME_TEST_LAUNCH": "1"})):
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in variables.items():
+                    patch.setenv(name, value)
+                [answer] = launch(
+                    "tests.helpers.launch_targets:count",
+                    world_size=1,
+                    directory=tmp_path / str(number),
+                    arguments={},
+                    deadline_s=120,
+                    preload="tests.helpers.launch_targets:import_once",
+                )
+            answers.append(answer)
+        imported = [by for _, _, by in answers]
+        assert [psutil.pid_exists(pid) for pid in imported] == [True] * 3
+    finally:
+        dist_launch.pytest_sessionfinish()
+    assert [psutil.pid_exists(pid) for pid in imported] == [False] * 3
+    assert len({pid for pid, _, _ in answers}) == 3
+    assert [calls for _, calls, _ in answers] == [1, 1, 1]
+    assert imported[0] == imported[1] != imported[2]
+
+
+def test_the_failing_rank_of_a_fork_is_shown_and_its_peer_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 raised.*rank one has had enough"):
+        launch(
+            "tests.helpers.launch_targets:fail_on_one",
+            world_size=2,
+            directory=tmp_path,
+            arguments={},
+            deadline_s=120,
+            preload="tests.helpers.launch_targets:import_once",
+        )
+    assert_all_gone(tmp_path)
 
 
 def test_the_traceback_of_the_failing_rank_is_shown_and_its_peer_is_ended(tmp_path: Path) -> None:

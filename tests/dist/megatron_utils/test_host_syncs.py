@@ -9,12 +9,14 @@ import torch
 
 from tests.helpers.families import MEGATRON
 from tests.helpers.host_syncs import IN_A_LAYER, Reads
+from tests.helpers.megatron_cases import GROUPED
 from tests.helpers.megatron_worker import Answers, Case, answers_of
 
 MODELS = tuple(family.models[0] for family in MEGATRON)
 OF_EXPERTS = {"moe_utils.py:permute", "moe_utils.py:sort_chunks_by_idxs", "experts.py:forward"}
 """Without grouped products megatron sorts tokens by expert, and the processor has to know how many each one gets."""
 KNOWN = {"qwen3_moe": OF_EXPERTS, "deepseek": OF_EXPERTS}
+KNOWN["grouped"] = OF_EXPERTS - {"experts.py:forward"}
 KNOWN["gpt_oss"] = {"stacked_experts.py:forward" if "experts.py" in place else place for place in OF_EXPERTS}
 
 
@@ -22,10 +24,12 @@ KNOWN["gpt_oss"] = {"stacked_experts.py:forward" if "experts.py" in place else p
 def answers(models: Path, work: Path) -> Answers:
     do = "tests.helpers.host_syncs:reads_of_a_step"
     cases = [Case(name=name, do=do, flags={"hf_checkpoint": str(models / name)}) for name in MODELS]
+    grouped = {"hf_checkpoint": str(models / "qwen3_moe"), **GROUPED}
+    cases.append(Case(name="grouped", do=do, flags=grouped))
     return answers_of(cases, directory=work / "launch-reads")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "grouped"])
 def test_no_layer_of_a_family_waits_for_the_device_but_where_experts_sort_tokens(answers: Answers, name: str) -> None:
     [places] = answers(name)
     inside = {place.removeprefix(IN_A_LAYER) for place in places if place.startswith(IN_A_LAYER)}

@@ -13,6 +13,7 @@ from tests.helpers import reference_policy as reference
 from tests.helpers.megatron_cases import (
     CHUNK_LAYOUTS,
     FOR_THE_NIGHT,
+    GROUPED_LAYOUTS,
     LAYOUTS,
     MOE_LAYOUTS,
     ONEDNN_LAYOUTS,
@@ -51,7 +52,7 @@ SINGLE = {
     **{f"grpo-chunks-{layout}": "grpo-single" for layout in CHUNK_LAYOUTS},
     "grpo-chunks-tied": "grpo-tied-single",
     "grpo-chunks-moe-ep2": "grpo-moe-single",
-    **{f"grpo-moe-{layout}": "grpo-moe-single" for layout in MOE_LAYOUTS},
+    **{f"grpo-moe-{layout}": "grpo-moe-single" for layout in MOE_LAYOUTS | GROUPED_LAYOUTS},
     **{f"groups-shared-{layout}": "groups-copied" for layout in SHARED_LAYOUTS},
     "groups-shared-moe": "groups-copied-moe",
 }

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.helpers.dist_launch import ROOT, launch
 from tests.helpers.dry_run_cases import write_large
 from tests.helpers.families import EXPORTS, RUNS
+from tests.helpers.recorded_run import record_run
+from vime.cli.main import main
 from vime.config.checks import resolve
 from vime.config.parse import Config, parse
 from vime.ray.inputs import Refusals
@@ -39,9 +46,16 @@ def on_gpus(model: Path, **flags: Any) -> Config:
     return resolve(Config().replace(device="cuda", hf_checkpoint=str(model), actor_num_gpus_per_node=8, **flags))
 
 
-def plan(*flags: str) -> subprocess.CompletedProcess[str]:
+def plan(*flags: str, is_of_its_own: bool = False) -> subprocess.CompletedProcess[str]:
+    """What `vime plan` says, in a process of its own or in this one, which has its imports already. The dry run is a
+    child in both cases."""
     words = [sys.executable, "-m", "vime", "plan", *flags]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    if is_of_its_own:
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = main(["plan", *flags])
+    return subprocess.CompletedProcess(words, code, out.getvalue(), error.getvalue())
 
 
 def script_flags(script: str, directory: Path, models: Path) -> list[str]:
@@ -75,7 +89,8 @@ def test_a_shipped_launch_needs_nothing_that_the_installation_leaves_out(
 
 
 def test_30_billion_parameters_fit_two_nodes_that_train_and_generate_in_turns(tmp_path: Path, downloaded: Path) -> None:
-    fits = plan("--json", *script_flags("run-qwen3-30B-A3B.sh", tmp_path, downloaded))
+    flags = script_flags("run-qwen3-30B-A3B.sh", tmp_path, downloaded)
+    fits = plan("--json", *flags, is_of_its_own=True)
     assert fits.returncode == 0, fits.stderr
     record = json.loads(fits.stdout)
     [rank] = record["parts"][0]["ranks"]
@@ -86,6 +101,40 @@ def test_30_billion_parameters_fit_two_nodes_that_train_and_generate_in_turns(tm
     static = experts / 8 * (6 + 12 / 2) + other / 2 * (6 + 12 / 8)
     assert (record["fits"], rank["count"]) == (True, 16)
     assert rank["static"] == pytest.approx(static, rel=2e-3)
+
+
+ONE_NODE = shlex.split(
+    "--device cuda --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --colocate --rollout-num-gpus-per-engine 2 "
+    "--use-kl-loss --kl-loss-coef 0.001 --rollout-max-prompt-len 2048 --rollout-max-response-len 16384 "
+    "--use-dynamic-batch-size --max-tokens-per-gpu 18432 "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+)
+"""Of docs/gpu-launch.md."""
+
+
+def test_30_billion_parameters_fit_one_node_with_the_optimizer_in_host_memory(downloaded: Path) -> None:
+    """With a reference and sequences of 18432 tokens; without the flag they do not, and it is named."""
+    model = ("--hf-checkpoint", str(downloaded / "Qwen3-30B-A3B"))
+    fits = plan(*model, *ONE_NODE, "--optimizer-cpu-offload")
+    assert fits.returncode == 0, fits.stderr
+    _, header, row, *_ = rows = fits.stdout.splitlines()
+    assert max(map(len, rows[:4])) <= 80
+    assert " ".join(header.split()) == "models stage ranks params weights gradients optimizer passes peak host"
+    weights, gradients, optimizer, passes, peak, host = map(float, row.split()[-6:])
+    # experts over 8 ranks, all else over 2: 2 bytes for the policy and for the reference, 4 of gradients; of the
+    # optimizer 12 on the host, for all but the experts over the 4 ranks with the same
+    experts = 48 * 128 * 3 * 2048 * 768
+    other = 30_532_122_624 - experts
+    assert (weights, gradients) == pytest.approx((4 * (experts / 8 + other / 2) / GIB,) * 2, rel=2e-3)
+    assert host == pytest.approx(12 * (experts / 8 + other / 2 / 4) / GIB, rel=2e-3)
+    assert optimizer == 0
+    assert peak == pytest.approx(weights + gradients + passes, abs=0.02)
+    assert peak + host + 4 > 80, "with what lies in host memory now, and the reserve"
+    assert f"Host memory, page-locked, of the 8 ranks of a node: {8 * host:.0f}" in fits.stdout.replace(".4 GiB", "")
+    refused = plan("--no-passes", "--gpu-memory-gib", "79", *model, *ONE_NODE)
+    assert refused.returncode == 2, refused.stderr
+    assert f"--optimizer-cpu-offload: {host:.1f} GiB of main weights and moments go to host memory" in refused.stdout
 
 
 def test_distinct_shards_sum_to_the_model(large: Path, models: Path, work: Path) -> None:
@@ -156,6 +205,21 @@ def test_a_run_whose_ranks_cannot_hold_the_model_is_refused_before_it_starts(lar
         refusals.raise_all()
 
 
+def test_a_machine_whose_memory_cannot_hold_the_optimizer_is_refused_before_it_starts(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30.5 B parameters, of whose main weights and moments 341 GiB go to host memory."""
+    refusals, memory = Refusals(), SimpleNamespace(total=330 * GIB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    config = on_gpus(large / "qwen3-30b-a3b", expert_model_parallel_size=8, optimizer_cpu_offload=True)
+    refusals.attempt(check_memory, config.replace(ray_address="here:6379"))  # nodes that nobody has asked
+    refusals.attempt(check_memory, config.replace(optimizer_offload_fraction=0.9))
+    refusals.raise_all()
+    refusals.attempt(check_memory, config)
+    with pytest.raises(Exception, match=r"lock 341\.\d GiB of this machine's memory .* and it has 330\.0\. Lower"):
+        refusals.raise_all()
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind == "deepseek" else pytest.mark.nightly) for kind in EXPORTS]
 )
@@ -165,6 +229,38 @@ def test_each_family_is_planned_for_gpus(kind: str, tmp_path: Path) -> None:
     done = plan("--hf-checkpoint", str(EXPORTS[kind](tmp_path)), "--rollout-max-response-len", "32", *layout)
     assert done.returncode == 0, done.stderr
     assert "Fits: peak 0.0" in done.stdout
+
+
+def test_context_parallel_attention_on_gpus_grows_with_the_tokens_and_not_with_their_square(models: Path) -> None:
+    layout = ("--device", "cuda", "--actor-num-gpus-per-node", "2", "--context-parallel-size", "2", "--json")
+    of_length = {}
+    for length in (8192, 16384):
+        lengths = ("--rollout-max-prompt-len", "1", "--rollout-max-response-len", str(length - 1))
+        done = plan("--hf-checkpoint", str(models / "qwen3"), "--micro-batch-size", "1", *layout, *lengths)
+        assert done.returncode == 0, done.stderr
+        [part] = json.loads(done.stdout)["parts"]
+        of_length[length] = max(rank["activations"] for rank in part["ranks"])
+    assert of_length[16384] <= 2.01 * of_length[8192]
+
+
+def test_recorded_runs_say_how_fast_it_would_be_and_how_stale(models: Path, tmp_path: Path) -> None:
+    flags = ("--hf-checkpoint", str(models / "qwen3"), "--device", "cpu", "--no-passes", "--rollout-batch-size", "8")
+    flags += ("--transferqueue-mode", "streaming", "--max-staleness", "1", "--rollout-num-engines", "2")
+    run = record_run(tmp_path / "run")
+    said = plan(*flags, "--like", str(run), "--async", "--json")
+    assert said.returncode == 0, said.stderr
+    played = json.loads(said.stdout)["forecasts"]
+    assert list(played) == ["1", "2", "4"]
+    assert [one["staleness"] for one in played.values()] == [1, 1, 1]
+    assert all(one["tokens_per_sec"] > 0 for one in played.values())
+    assert f"--like {run}: trained m, not {models / 'qwen3'}." in json.loads(said.stdout)["notes"]
+    text = plan(*flags, "--like", str(run), "--async").stdout
+    assert "Forecast, from what the runs of --like recorded:\n  1 engine instead: " in text
+    assert "  2 engines: " in text
+    assert "assumed" not in text  # beside what was measured
+    nothing = plan(*flags, "--like", str(tmp_path))
+    assert (nothing.returncode, nothing.stdout) == (3, "")
+    assert "config.json: cannot be read" in nothing.stderr
 
 
 def test_fsdp_counts_a_share_of_every_tensor_and_says_what_it_leaves_out(models: Path) -> None:

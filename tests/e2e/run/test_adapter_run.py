@@ -81,6 +81,25 @@ def test_the_directory_that_is_saved_holds_what_the_engines_confirmed(never_stop
     assert json.loads((directory / "adapter_config.json").read_text())["r"] == 4
 
 
+def assert_the_same(never_stopped: Finished, streamed: Finished) -> None:
+    """Its rounds up to the last one made the same adapters, and the audit finds nothing."""
+    assert streamed.code == 0, streamed.output
+    wanted = hashes(never_stopped)
+    assert hashes(streamed) == {version: wanted[version] for version in hashes(streamed)}
+    assert max(hashes(streamed)) == ROUNDS
+    saved = newest_checkpoint(streamed.run_dir)
+    assert audit_run(streamed.run_dir, saved=saved, claims=partial(read_claims, streamed.run_dir)).findings == ()
+
+
+def test_streaming_trains_the_same_adapter(never_stopped: Finished, flags: list[str], tmp_path: Path) -> None:
+    """That an adapter resumes with equal bits: test_fsdp_lora.py; that a run is killed: test_equivalence_ladder.py;
+    both together, by night: the next."""
+    streamed = train([*flags, "--transferqueue-mode", "streaming"], tmp_path / "run")
+    assert_the_same(never_stopped, streamed)
+    assert min(hashes(streamed)) == 0
+
+
+@pytest.mark.nightly
 def test_streaming_killed_in_the_middle_and_resumed_trains_the_same_adapter(
     never_stopped: Finished, flags: list[str], tmp_path: Path
 ) -> None:
@@ -90,14 +109,9 @@ def test_streaming_killed_in_the_middle_and_resumed_trains_the_same_adapter(
     os.kill(training.process.pid, signal.SIGKILL)
     killed = training.finish()
     assert killed.code == -signal.SIGKILL
+    assert hashes(killed) == {version: hashes(never_stopped)[version] for version in hashes(killed)}
     resumed = train([*streaming, "--load", str(tmp_path / "checkpoints")], tmp_path / "resumed")
-    assert resumed.code == 0, resumed.output
-    wanted = hashes(never_stopped)
-    for part in (killed, resumed):
-        assert hashes(part) == {version: wanted[version] for version in hashes(part)}
-    assert max(hashes(resumed)) == ROUNDS
-    saved = newest_checkpoint(resumed.run_dir)
-    assert audit_run(resumed.run_dir, saved=saved, claims=partial(read_claims, resumed.run_dir)).findings == ()
+    assert_the_same(never_stopped, resumed)
 
 
 @pytest.mark.nightly

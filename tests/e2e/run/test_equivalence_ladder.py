@@ -1,4 +1,4 @@
-"""One answer from every mode, bit for bit: off, stopped and resumed, and each further mode killed and resumed.
+"""One answer from every mode, bit for bit: off, another mode that goes on with it, and modes killed and resumed.
 
 Real Ray, vLLM, megatron-core and TransferQueue under --reference-mode. What is compared is the content hash of every
 version, which each engine computed over the weights it received. A mode is added by a line in MODES.
@@ -16,16 +16,19 @@ from tests.helpers.training import Finished, TinyTask, Training, train
 
 ROUNDS = 4
 MODES = {
-    # two engines: which of them answers a prompt is the router's choice and must not matter
-    "buffer": ["--transferqueue-mode", "buffer", "--rollout-num-engines", "2"],
+    # two engines behind two routers: which of them answers a prompt must not matter
+    "buffer": ["--transferqueue-mode", "buffer", "--rollout-num-engines", "2", "--vllm-router-count", "2"],
     "streaming": ["--transferqueue-mode", "streaming"],
     # engines that sleep and discard their weights while two ranks train, and the reverse
     "colocated": ["--colocate", "--rollout-num-engines", "1"],
     # before the kill too; in the usual session four workers go on with what none began
     "four workers": ["--transferqueue-mode", "streaming", "--num-rollout-workers", "4"],
 }
-NIGHTLY = ("colocated", "four workers")
-GOES_ON_WITH = {"buffer": ["--rollout-num-engines", "1"], "streaming": ["--num-rollout-workers", "4"]}
+NIGHTLY = ("buffer", "colocated", "four workers")
+GOES_ON_WITH = {
+    "buffer": ["--rollout-num-engines", "1", "--vllm-router-count", "1"],
+    "streaming": ["--num-rollout-workers", "4"],
+}
 """Flags of the life after the kill alone: who generates may change."""
 FILTER = '''"""Drop about half of the groups, so that what a round is made of depends on what was sampled."""
 
@@ -95,9 +98,14 @@ def test_a_page_with_a_step_too_many_or_a_file_too_few_is_found_out(never_stoppe
     assert walk.faults(short, trace) == ["batching/plan.py was entered and is not on the page"]
 
 
-def test_stopped_after_two_rounds_and_resumed(never_stopped: Finished, flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["buffer", pytest.param("off", marks=pytest.mark.nightly)])
+def test_what_mode_off_did_in_two_rounds_is_gone_on_with(
+    never_stopped: Finished, flags: list[str], tmp_path: Path, mode: str
+) -> None:
+    """In mode buffer with two engines behind two routers: of the usual session, its rounds and its resumption. That a
+    killed run goes on: streaming below; in mode buffer, by night."""
     second = never_stopped.run_dir / "checkpoints" / "iter_0000001"
-    resumed = train([*flags, "--load", str(second)], tmp_path / "run")
+    resumed = train([*flags, *MODES.get(mode, []), "--load", str(second)], tmp_path / "run")
     assert resumed.code == 0, resumed.output
     assert hashes(resumed) == {version: hashes(never_stopped)[version] for version in range(2, ROUNDS + 1)}
     assert resumed.metrics()[3]["train/loss"] == never_stopped.metrics()[3]["train/loss"]

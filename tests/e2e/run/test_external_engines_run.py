@@ -55,7 +55,7 @@ def test_a_run_on_scripted_engines_of_others_outlives_one_of_them_and_leaves_the
         assert f"{first.place}: it belongs to the run elsewhere:/runs/a" in refused.output
         first.post("/vime/claim", {"run": "elsewhere:/runs/a", "release": True})
         flags = [*task, *flags_of(engines), "--transferqueue-mode", "streaming", "--num-rollout", str(NUM_ROUNDS)]
-        flags += ["--engine-health-interval-secs", "1"]
+        flags += ["--engine-health-interval-secs", "1", "--vllm-router-count", "2"]
         training = Training("train.py", flags, tmp_path / "run")
         training.wait_for_event("round_trained", count=2)
         second.kill()
@@ -66,7 +66,7 @@ def test_a_run_on_scripted_engines_of_others_outlives_one_of_them_and_leaves_the
         training.wait_for_event("engine_readmitted")
         finished = training.finish()
         assert finished.code == 0, finished.output
-        assert "reaching 2 vLLM engine(s), starting the router" in finished.output
+        assert "reaching 2 vLLM engine(s), starting 2 routers" in finished.output
         assert finished.events("run_restarted") == []
         report = audit_run(
             finished.run_dir, saved=newest_checkpoint(finished.run_dir), claims=partial(read_claims, finished.run_dir)

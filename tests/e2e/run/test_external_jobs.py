@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -128,9 +129,20 @@ def test_a_job_in_place_of_the_inside_worker_gives_the_same_bits_also_after_the_
     assert report.groups["durable"] == 4 * ROUNDS
 
 
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A directory on another file system than the run's: no file can be linked there, as on another machine."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        assert os.stat(directory).st_dev != tmp_path.stat().st_dev
+        yield Path(directory)
+
+
 @pytest.mark.timeout(600)
-def test_an_evaluation_whose_gateway_is_killed_is_done_by_the_same_job(tiny_task: TinyTask, tmp_path: Path) -> None:
-    """The job has its results, and weights that the new gateway does not know of, when the old one is gone."""
+def test_an_evaluation_whose_gateway_is_killed_is_done_by_the_same_job(
+    tiny_task: TinyTask, tmp_path: Path, elsewhere: Path
+) -> None:
+    """The job has its results, and weights that the new gateway does not know of, when the old one is gone. It
+    downloads the weights."""
     address, run, marker = gateway_address(), tmp_path / "run", tmp_path / "is_scored"
     plugin = tmp_path / "slow.py"
     plugin.write_text(MARKED_REWARD.format(marker=marker))
@@ -139,7 +151,7 @@ def test_an_evaluation_whose_gateway_is_killed_is_done_by_the_same_job(tiny_task
     flags += ["--transferqueue-mode", "external", "--transferqueue-address", address]
     flags += ["--eval-prompt-data", "held_out", prompts, "--eval-interval", "1", "--n-samples-per-eval-prompt", "2"]
     reward = ["--custom-rm-path", f"{plugin}:reward"]
-    job = produce(tmp_path / "job", address, "job-a", [*job_flags(tiny_task), *reward], run=run)
+    job = produce(elsewhere / "job", address, "job-a", [*job_flags(tiny_task), *reward], run=run)
     training = Training("train.py", flags, run)
     ends = time.monotonic() + 240
     while not marker.exists():
@@ -155,6 +167,10 @@ def test_an_evaluation_whose_gateway_is_killed_is_done_by_the_same_job(tiny_task
     assert [len(samples) for samples in found.values()] == [6, 6]
     ended = job.finish(deadline_s=60)
     assert ended.code == 0, ended.output
+    downloaded = [*(elsewhere / "job" / "weights").iterdir()]
+    assert any(file.suffix == ".safetensors" for file in downloaded)
+    for file in downloaded:
+        assert file.read_bytes() == (run / "published" / "version_0000001" / file.name).read_bytes()
 
 
 @pytest.fixture
@@ -166,11 +182,13 @@ def started() -> Iterator[Callable[[Any], Any]]:
         producer.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_group_of_a_jobs_own_whose_gateway_and_job_are_killed_holds_no_slot(
     tiny_task: TinyTask, tmp_path: Path, started: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K = 1. Its slot was held until its lease ended, 600 s later, and the rounds waited: nobody worked on it."""
+    """K = 1. Its slot was held until its lease ended, 600 s later, and the rounds waited: nobody worked on it. In
+    the usual session, by the ledger alone: test_own_groups.py, a gateway that dies."""
     address, run, notes = gateway_address(), tmp_path / "run", tmp_path / "notes"
     notes.mkdir()
     monkeypatch.setenv("VIME_FAILPOINTS_DIR", str(notes))
@@ -199,15 +217,16 @@ def test_a_group_of_a_jobs_own_whose_gateway_and_job_are_killed_holds_no_slot(
 def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_each_is_killed(
     tiny_task: TinyTask, tmp_path: Path, started: Callable[[Any], Any]
 ) -> None:
-    """K = 1. The jobs import nothing of Vime. The gateway comes back at its address and asks for the weights' hashes
-    again; the jobs come back with the tokens that they had. A fourth one brings prompts of its own: what it put before
-    the gateway was killed counts once. The run is stopped when all of this was seen."""
+    """K = 1. The jobs import nothing of Vime, and the run has two workers, one of which is killed. The gateway
+    comes back at its address and asks for the weights' hashes again; the jobs come back with the tokens that they
+    had. A fourth one brings prompts of its own: what it put before the gateway was killed counts once. The run is
+    stopped when all of this was seen."""
     address, run, plugin = gateway_address(), tmp_path / "run", tmp_path / "slow.py"
     plugin.write_text(SLOW_REWARD)
     flags = [
         *tiny_task.flags(), "--custom-rm-path", f"{plugin}:reward", "--num-rollout", "1000", "--save-interval", "8",
         "--max-staleness", "1", "--on-train-rollout-diff", "ignore",  # the job in JavaScript has a policy of its own
-        "--transferqueue-mode", "external", "--transferqueue-address", address,
+        "--transferqueue-mode", "external", "--transferqueue-address", address, "--num-rollout-workers", "2",
     ]  # fmt: skip
     url = f"http://{address}"
     words = {"job-py": python_words(url, tiny_task.model), "job-js": javascript_words(url, tiny_task.model)}
@@ -227,6 +246,8 @@ def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_
     other = own.client.post("/v1/groups/own", json=first | {"prompt": "changed"}).json()
     assert (other["code"], other["may_repeat"]) == ("other_content", False)
     own.is_stopping = True  # it costs no time, so rounds would be over before the job in JavaScript has their weights
+    training.members("RolloutWorkerActor")[0].kill()
+    training.wait_for_event("worker_lost", count=2)
     again = {}
     for name, job in jobs.items():
         wait_until_it_brings(training, name, more_than=brought(training, name))
@@ -240,6 +261,8 @@ def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_
     finished = training.finish()
     assert finished.code == 130, finished.output
     assert all(job.process.poll() is None for job in again.values())  # they wait for the run to come back
+    lost = [event["worker"].split(".")[0] for event in finished.events("worker_lost")]
+    assert (lost[0], lost[1].rpartition("-")[0]) == ("gateway", "rollout-worker")
     report = audit_run(run, saved=newest_checkpoint(run), claims=partial(read_claims, run))
     assert report.findings == ()
     assert report.groups["durable"] == 4 * len(finished.metrics())

@@ -90,6 +90,40 @@ def test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice_and_the
     assert len(re.findall(r"engine-[01] +serves +\S+ +30 +once", shown)) == 2, shown
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_run_whose_two_routers_are_killed_in_turns_trains_what_a_run_with_one_that_lives_trains(
+    tiny_task: TinyTask, tmp_path: Path
+) -> None:
+    """Under --reference-mode: the same bits, whichever router a request went through."""
+    flags = [*tiny_task.flags(), *TWO_ENGINES, "--debug-engine-module", SCRIPTED, "--num-rollout", "16"]
+    flags += ["--reference-mode"]
+    pace = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "8"}
+    training = Training("train.py", [*flags, "--vllm-router-count", "2"], tmp_path / "two", variables=pace)
+    training.wait_for_event("round_trained", count=2)
+    for count in (1, 2, 3):
+        routers = [process for process, command in training._members() if "vllm::router" in command]
+        min(routers, key=lambda process: process.create_time()).kill()
+        training.wait_for_event("router_ready", count=count)
+        training.wait_for_event("round_trained", count=len(training.so_far().events("round_trained")) + 1)
+    finished = training.finish()
+    assert finished.code == 0, finished.output
+    assert finished.events("run_restarted") == []
+    lost = [event["router"] for event in finished.events("router_lost")]
+    assert lost in (["router-0", "router-1", "router-0"], ["router-1", "router-0", "router-1"])
+    assert finished.events("engine_lost") == []
+    lines = finished.metrics()
+    assert sum(line.get("engines/router_lost", 0) for line in lines.values()) == 3
+    report = audit_run(
+        finished.run_dir, saved=newest_checkpoint(finished.run_dir), claims=partial(read_claims, finished.run_dir)
+    )
+    assert (report.findings, report.groups) == ((), {"trained": 4 * 16})
+    one = Training("train.py", flags, tmp_path / "one").finish()
+    assert one.code == 0, one.output
+    assert one.events("router_lost") == []
+    assert finished.confirmed_hashes() == one.confirmed_hashes()
+
+
 SLOW_REWARD = '''"""A round takes at least two seconds, so that an engine's start takes some rounds and not all."""
 
 import asyncio

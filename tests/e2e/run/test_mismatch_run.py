@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.mismatch_faults import FAULTS
 from tests.helpers.training import TinyTask, train
 
@@ -50,18 +52,28 @@ def test_each_fault_of_a_generate_plug_in_is_named_when_the_run_is_over(tiny_tas
     told = {line["round"]: line for line in map(json.loads, diagnosed.stdout.splitlines())}
     named = {rollout_id: line["cause"] for rollout_id, line in told.items()}
     assert metrics[0]["train/train_rollout_logprob_abs_diff"] < 1e-5
-    assert named == {number: CAUSES[fault] for number, fault in enumerate(FAULTS) if fault != "none"}
+    assert named == {FAULTS.index(fault): cause for fault, cause in CAUSES.items()}
+    again = len(FAULTS) - 1  # the temperature: asked for by its own test alone, and not recorded again
+    assert [line["also_in"] for line in told.values()] == [[again], [], [], [], []]
+    assert (
+        f"  also in   round {again}: the same cause, not recorded again"
+        in vime("diagnose", str(tmp_path / "run")).stdout
+    )
     text = vime("diagnose", str(tmp_path / "run")).stdout
     assert re.findall("  cause     (.*)", text) == list(named.values())
+    assert vime("diagnose", str(tmp_path / "run"), "--round", str(again)).stdout.startswith("round 1, before")
     assert "  shown     top-p/top-k truncation" in vime("diagnose", str(tmp_path / "run"), "--round", "3").stdout
-    assert [event["rollout_id"] for event in finished.events("disagreement")] == list(named)
+    assert [event["rollout_id"] for event in finished.events("disagreement")] == [*named, again]
+    assert "The cause is that of round 1: temperature" in finished.output
     for rollout_id in named:
         assert told[rollout_id]["mean"] == metrics[rollout_id]["train/train_rollout_logprob_abs_diff"] > 1e-4
         assert f"warning: round {rollout_id}, before it was trained: trainer and engine differ" in finished.output
 
 
+@pytest.mark.nightly
 def test_stop_ends_a_run_before_a_weight_moves(tiny_task: TinyTask, tmp_path: Path) -> None:
-    """Rounds made by hand, so that no engine is needed: version 0, and a log-probability of -1 for each token."""
+    """Rounds made by hand, so that no engine is needed: version 0, and a log-probability of -1 for each token. In the
+    usual session, with actors alone: test_mismatch_guard.py."""
     (tmp_path / "made.py").write_text(MADE)
     flags = [*tiny_task.flags(), "--num-rollout", "1", "--debug-train-only", "--on-train-rollout-diff", "stop"]
     flags += ["--rollout-function-path", f"{tmp_path / 'made.py'}:generate_rollout", "--save-interval", "1"]

@@ -142,11 +142,26 @@ def assert_no_flipped_bit_is_silent(run: Path, flags: list[str]) -> None:
     assert named >= {"checkpoints/iter_N/run_state.json", "ledger.db.lock", "spool/segment-N.vsp"}
 
 
+SLOWLY = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "6"}
+"""Answers have up to 12 tokens: groups of a round finish up to 2 seconds apart."""
+EARLY = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server", "--train-early-groups", "1"]
+
+
+def assert_some_step_began_before_its_round_was_whole(finished: Finished) -> None:
+    assert {line["train/num_samples"] for line in finished.metrics().values()} == {16.0}
+    early_batches = [event for event in finished.events("span_ended") if event["name"] == "train_early_batch"]
+    assert early_batches
+    assert [event["error"] for event in early_batches] == [None] * len(early_batches)
+
+
 def test_async_streaming_trains_each_group_once_within_its_staleness(tiny_task: TinyTask, tmp_path: Path) -> None:
-    flags = [*tiny_task.flags(), *STREAMING, "--max-staleness", "1", "--num-rollout", "5"]
-    finished = train(flags, tmp_path / "run", script="train_async.py")
+    """Trainers begin a round with its finished groups, and every sample is trained. Asynchronous rounds on vLLM:
+    `test_prefetch_trains_tokens_one_version_old`; streaming on vLLM: the first test of this file."""
+    flags = [*tiny_task.flags(), *STREAMING, *EARLY, "--max-staleness", "1", "--num-rollout", "5"]
+    finished = train(flags, tmp_path / "run", script="train_async.py", variables=SLOWLY)
     assert finished.code == 0, finished.output
     assert_every_round_trained_once(finished, 5, last_checkpoint=None)
+    assert_some_step_began_before_its_round_was_whole(finished)
     staleness = [line["transferqueue/sample_staleness/max"] for line in finished.metrics().values()]
     assert set(staleness) <= {0.0, 1.0}
     assert max(staleness) == 1.0  # the second round was answered by the weights of the first
@@ -162,24 +177,25 @@ def test_async_streaming_trains_each_group_once_within_its_staleness(tiny_task: 
     assert [entry for entry in trace if entry["ph"] == "B"] == []  # whatever began has ended
 
 
-@pytest.mark.parametrize(
-    ("script", "staleness"), [pytest.param("train.py", 0, marks=pytest.mark.nightly), ("train_async.py", 1)]
-)
+@pytest.mark.nightly
 def test_trainers_begin_a_round_with_its_finished_groups_and_every_sample_is_trained(
-    script: str, staleness: int, tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_task: TinyTask, tmp_path: Path
 ) -> None:
-    """Answers of up to 12 tokens at 6 a second: groups of a round finish up to 2 seconds apart."""
-    monkeypatch.setenv("VIME_SCRIPTED_TOKENS_PER_SECOND", "6")
-    engine = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
-    flags = [*tiny_task.flags(), *STREAMING, *engine, "--train-early-groups", "1", "--num-rollout", "4"]
-    finished = train([*flags, "--max-staleness", str(staleness)], tmp_path / "run", script=script)
+    """Without tokens of older weights; with them, in the usual session, the test before."""
+    flags = [*tiny_task.flags(), *STREAMING, *EARLY, "--num-rollout", "4", "--max-staleness", "0"]
+    finished = train(flags, tmp_path / "run", variables=SLOWLY)
     assert finished.code == 0, finished.output
     assert_every_round_trained_once(finished, 4, last_checkpoint=None)
-    rounds = finished.metrics().values()
-    assert {line["train/num_samples"] for line in rounds} == {16.0}
-    early_batches = [event for event in finished.events("span_ended") if event["name"] == "train_early_batch"]
-    assert early_batches  # some step was begun before its round was whole
-    assert [event["error"] for event in early_batches] == [None] * len(early_batches)
+    assert_some_step_began_before_its_round_was_whole(finished)
+
+
+@pytest.mark.nightly
+def test_async_streaming_on_vllm_trains_each_group_once(tiny_task: TinyTask, tmp_path: Path) -> None:
+    flags = [*tiny_task.flags(), *STREAMING, "--max-staleness", "1", "--num-rollout", "5"]
+    finished = train(flags, tmp_path / "run", script="train_async.py")
+    assert finished.code == 0, finished.output
+    assert_every_round_trained_once(finished, 5, last_checkpoint=None)
+    assert {line["transferqueue/sample_staleness/max"] for line in finished.metrics().values()} == {0.0, 1.0}
 
 
 def test_a_manager_that_dies_while_it_keeps_what_a_stop_cut_costs_no_group(

@@ -84,10 +84,13 @@ def test_fsdp_ranks_train_and_publish_what_the_engine_then_samples_with(tiny_tas
     assert list((tmp_path / "run" / "checkpoints").glob("iter_*/model/*.distcp"))
 
 
+@pytest.mark.nightly
 def test_off_and_buffer_with_models_of_their_own_ranks_and_trainers_that_sleep_give_bit_equal_weights(
     tiny_task: TinyTask, recorded: str, tmp_path: Path
 ) -> None:
-    """PPO: policy, reference and critic in one process, and in three that sleep while the engine generates."""
+    """PPO: policy, reference and critic in one process, and in three that sleep while the engine generates. In the
+    usual session: the bits of roles that are split and asleep by test_roles.py, of mode buffer by
+    test_equivalence_ladder.py, and a critic on a rank of its own through Ray by `whole` below."""
     flags = [*tiny_task.flags(), "--num-rollout", str(ROUNDS), "--max-staleness", str(ROUNDS)]
     flags += ["--rollout-function-path", replay_function(tmp_path, recorded)]
     flags += ["--advantage-estimator", "ppo", "--kl-coef", "0.1", "--save-interval", str(ROUNDS), *SCRIPTED]
@@ -122,25 +125,24 @@ PPO = ("--advantage-estimator", "ppo")
 
 @pytest.fixture(scope="module")
 def whole(tiny_task: TinyTask, recorded: str, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """PPO over four rounds by one rank, the critic on a rank of its own; exports `whole_<round>` beside its run."""
+    """PPO over four rounds by one rank, the critic on a rank of its own; exports `whole_<round>` beside its run. Its
+    checkpoints are written in the background, and the end of the run waits for the last one."""
     directory = tmp_path_factory.mktemp("whole")
-    more = ("--separate-roles", "critic", "--save-hf", f"{directory}/whole_{{rollout_id}}")
+    more = ("--separate-roles", "critic", "--async-save", "--save-hf", f"{directory}/whole_{{rollout_id}}")
     return replayed(tiny_task, recorded, directory / "run", 4, *PPO, *more)
 
 
 def test_resumed_run_equals_the_run_that_never_stopped(
     tiny_task: TinyTask, recorded: str, whole: Finished, tmp_path: Path
 ) -> None:
-    """Two worlds save, and load, one checkpoint."""
-
-    def run(name: str, num_rollout: int, *more: str) -> Finished:
-        return replayed(tiny_task, recorded, tmp_path / name, num_rollout, *PPO, "--separate-roles", "critic", *more)
-
-    checkpoints = str(tmp_path / "checkpoints")
-    # its one checkpoint is written in the background, and the end of the run waits for it
-    run("first", 2, "--save", checkpoints, "--async-save")
-    export = f"{tmp_path}/resumed_{{rollout_id}}"
-    second = run("second", 4, "--save", checkpoints, "--load", checkpoints, "--save-hf", export)
+    """Two worlds save, and load, one checkpoint: the one behind round 1 of the run that went on. That a run ends there,
+    or is killed, and another goes on: `test_ctrl_c_saves_the_last_round_and_resume_goes_on` and
+    test_equivalence_ladder.py."""
+    checkpoints = whole.run_dir / "checkpoints"
+    assert int((checkpoints / "latest_checkpointed_iteration.txt").read_text()) == 3
+    more = ("--separate-roles", "critic", "--save-hf", f"{tmp_path}/resumed_{{rollout_id}}")
+    load = ("--load", str(checkpoints / "iter_0000001"), "--save", str(tmp_path / "checkpoints"))
+    second = replayed(tiny_task, recorded, tmp_path / "second", 4, *PPO, *more, *load)
     assert sorted(second.metrics()) == [2, 3]  # continues at the next rollout id
     for name in ("train/loss", "train/lr", "train/value_loss", "train/critic_lr", "train/critic_grad_norm"):
         assert second.metrics()[3][name] == whole.metrics()[3][name]
@@ -148,10 +150,13 @@ def test_resumed_run_equals_the_run_that_never_stopped(
     assert exported.read_bytes() == (tmp_path / "resumed_3/model.safetensors").read_bytes()
 
 
+@pytest.mark.nightly
 def test_four_trainer_actors_learn_what_one_learns(
     tiny_task: TinyTask, recorded: str, whole: Finished, tmp_path: Path
 ) -> None:
-    """TP2 x DP2, each with its part of policy and critic, against one rank of each, through Ray and the carrier."""
+    """TP2 x DP2, each with its part of policy and critic, against one rank of each, through Ray and its tickets. In the
+    usual session: the same of layouts without Ray by test_megatron_layouts.py and test_megatron_ppo.py, and several
+    ranks through Ray by `test_prefetch_trains_tokens_one_version_old` (TP2) and test_equivalence_ladder.py (DP2)."""
     layout = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]
     four = replayed(tiny_task, recorded, tmp_path / "four", 4, *PPO, *layout)
     for rollout_id in range(4):
@@ -193,7 +198,10 @@ async def generate_until_round_2(args, sample, sampling_params):
     for pid in psutil.pids() if sample.rollout_id == 2 else ():
         with contextlib.suppress(psutil.NoSuchProcess):  # of somebody else, and gone meanwhile
             process = psutil.Process(pid)
-            if "EngineCore" in " ".join(process.cmdline()) and process.environ().get(MARK) == os.environ[MARK]:
+            if "EngineCore" not in " ".join(process.cmdline()):
+                continue
+            server = process.parent()  # the core's title may have overwritten its own environment
+            if server is not None and server.environ().get(MARK) == os.environ[MARK]:
                 process.suspend()
     return await generate(args, sample, sampling_params)
 '''

@@ -18,7 +18,15 @@ import psutil
 import pytest
 
 from tests.helpers import tiny_models
-from tests.helpers.engine_updates import BOUND, PROMPT, Pusher, difference, prompt_difference, sample
+from tests.helpers.engine_updates import (
+    BOUND,
+    PROMPT,
+    Pusher,
+    difference,
+    kill_one_of_two_in_a_broadcast,
+    prompt_difference,
+    sample,
+)
 from tests.helpers.engines import ENGINE_DEADLINE_S, HEADERS, KEYS, LONG, engine_config
 from vime.backends.vllm_utils.engine import EngineProcess
 from vime.backends.vllm_utils.guard import session_members
@@ -52,6 +60,20 @@ def test_after_an_update_engine_log_probs_equal_transformers_on_the_new_weights(
         pusher.push(model)
         assert difference(sample(vllm_engine.url, [9, 8, 7], 20), model, [9, 8, 7]) < BOUND
         assert prompt_difference(pusher.fleet, model) < BOUND
+    pusher.close()
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_an_engine_that_was_left_with_half_of_a_broadcast_computes_with_all_of_the_next_one(
+    rank, vllm_engine, model, tmp_path
+):
+    """Also where the half ended inside of a layer: vLLM would count tensors of it twice."""
+    tiny_models.perturb(model, seed=20 + rank)
+    kill_one_of_two_in_a_broadcast(vllm_engine.address, model, tmp_path, rank=rank)
+    pusher = Pusher(vllm_engine.address, "gloo", tmp_path)
+    pusher.push(model)
+    assert difference(sample(vllm_engine.url, [9, 8, 7], 20), model, [9, 8, 7]) < BOUND
+    assert prompt_difference(pusher.fleet, model) < BOUND
     pusher.close()
 
 

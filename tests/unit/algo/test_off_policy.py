@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.algo.off_policy import (
+from vime.algo.losses import (
     decoupled_weight,
     effective_sample_size,
     kept_weight,

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vime.algo.reductions import reduce_loss, row_means, row_sums
+from vime.algo.losses import reduce_loss, row_means, row_sums
 
 VALUE_T = torch.tensor([1.0, 3.0, 99.0, 5.0])
 MASK_T = torch.tensor([1.0, 1.0, 0.0, 1.0])

@@ -55,8 +55,8 @@ class Runtime:
 def test_host_memory_is_locked_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    host = torch.empty(4096, dtype=torch.uint8)
-    offload_module._lock_pages(host)
+    host = torch.empty(1024)  # of four bytes each
+    offload_module.lock_pages(host, "a sleeping trainer")
     assert runtime.locked == {host.data_ptr(): 4096}
     del host
     assert runtime.locked == {}
@@ -68,6 +68,6 @@ def test_a_system_that_locks_no_memory_is_said_and_the_copy_is_made(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=304))
     host = torch.empty(4096, dtype=torch.uint8)
     with caplog.at_level(logging.WARNING):
-        offload_module._lock_pages(host)
+        offload_module.lock_pages(host, "a sleeping trainer")
     assert "4096 bytes of host memory for a sleeping trainer cannot be page-locked (CUDA error 304)" in caplog.text
     del host

@@ -154,8 +154,8 @@ def test_every_row_is_planned_once_and_all_ranks_count_alike(
     planned = [row for step in plan.steps for rank in step.micro_batches for batch in rank for row in batch]
     assert sorted(planned) == list(range(len(lengths)))
     for step in plan.steps:
-        assert {len(rank) for rank in step.micro_batches} == {step.num_micro_batches}
-        assert step.num_micro_batches % multiple == 0
+        assert {len(rank) for rank in step.micro_batches} == {len(step.micro_batches[0])}
+        assert len(step.micro_batches[0]) % multiple == 0
         assert {sum(map(len, rank)) for rank in step.micro_batches} == {len(lengths) // num_steps // dp_size}
         for rank in step.micro_batches:
             within = all(sum(lengths[row] for row in batch) <= limit or len(batch) == 1 for batch in rank)
@@ -195,8 +195,8 @@ def test_samples_of_several_rows_are_planned_whole_and_all_ranks_count_alike(
         samples = {numbers[row] for row in rows}
         assert len(samples) == step.num_samples == per_step
         assert step.num_rows == sum(sizes[sample] for sample in samples)  # none of their rows is in another step
-        assert {len(rank) for rank in step.micro_batches} == {step.num_micro_batches}
-        assert step.num_micro_batches % multiple == 0
+        assert {len(rank) for rank in step.micro_batches} == {len(step.micro_batches[0])}
+        assert len(step.micro_batches[0]) % multiple == 0
         assert max(sum(map(len, rank)) for rank in step.micro_batches) <= -(-len(rows) // dp_size)
         assert dict(step.sample_tokens) == {
             row: sum(lengths[other] for other in rows if numbers[other] == numbers[row])

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.recorded_run import record_run
 from vime.backends.memory import ModelBytes, RankBytes
 from vime.cli.main import main
-from vime.cli.plan import advice, read_flags
+from vime.cli.plan import advice, play, read_flags, unlike
 from vime.cli.plan_figures import GIB, RESERVE_GIB, Rates, _speed, estimate, verdict
 from vime.config.parse import Config
 from vime.ray.dry_run import Part, longest_row, pack_lengths, parts_of, world_size
@@ -82,6 +83,10 @@ def test_advice_names_what_the_flags_leave_and_nothing_that_they_have(model: str
     for flag in ("--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "more GPUs: 90.0 GiB"):
         assert flag in said
     assert "--expert-model-parallel-size" not in said
+    assert " ranks or a multiple" not in said
+    on_one = "\n".join(advice(config.replace(actor_num_gpus_per_node=1), [heavy]))
+    for cut in ("half of every layer a rank", "half of the layers a rank"):
+        assert f"{cut}, on 2 ranks or a multiple (now 1)" in on_one
     done = config.replace(bf16=True, use_distributed_optimizer=True, recompute_granularity="full")
     done = done.replace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=1)
     left = advice(done, [part(static_gib=78, activations_gib=1)])
@@ -105,13 +110,29 @@ def test_estimates_divide_rates_by_work_and_say_which_were_assumed(model: str) -
     assert given.update_secs == pytest.approx(23040 * 4 / 1e9 / 0.5)
     assert not given.is_trainer_assumed
     assert not given.is_update_assumed
-    assert _speed(config, [], given)[0] == "0 trainer ranks, 3 engine(s) of 1 GPU(s)"
-    shared = _speed(config.replace(colocate=True), [], given)[0]
+    assert _speed(config, [], given, is_played=False)[0] == "0 trainer ranks, 3 engine(s) of 1 GPU(s)"
+    shared = _speed(config.replace(colocate=True), [], given, is_played=False)[0]
     assert shared == "0 trainer ranks, 3 engine(s) of 1 GPU(s), which are those of the policy's ranks"
     assumed = estimate(config, Rates())
     assert assumed.is_trainer_assumed
     assert assumed.is_update_assumed
     assert assumed.engines_for_balance is None
+
+
+def test_a_run_without_engines_is_not_played(tmp_path: Path) -> None:
+    config = Config().replace(transferqueue_mode="external", rollout_num_engines=0)
+    with pytest.raises(ConfigError, match=r"no engine of its own .*Say --rollout-num-engines for as many"):
+        play(config, [record_run(tmp_path)], overlaps=False)
+
+
+def test_what_makes_a_recorded_run_unlike_this_one_is_said(tmp_path: Path) -> None:
+    alike = Config().replace(hf_checkpoint="m", actor_num_nodes=2, actor_num_gpus_per_node=4)
+    run = record_run(tmp_path)
+    assert unlike(alike, [run]) == []
+    assert unlike(alike.replace(hf_checkpoint="n", actor_num_nodes=1), [run]) == [
+        f"--like {run}: trained m, not n.",
+        f"--like {run}: had 8 trainer rank(s), not 4.",
+    ]
 
 
 def test_an_adapter_is_estimated_by_what_it_computes_and_sends(model: str) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from tests.helpers.rollout_setup import write_model_directory
 from vime.config.agent_checks import GENERATE, check_agents, resolve_agents
+from vime.config.checks import differences, resolve
 from vime.config.parse import Config, parse
+from vime.config.problems import Problems
 from vime.types import ConfigError
 
 
@@ -16,7 +18,7 @@ def config_of(directory: Path, *flags: str) -> Config:
     write_model_directory(directory)
     (directory / "chat_template.jinja").write_text("{{ messages }}")
     config = parse(["--hf-checkpoint", str(directory), *flags])
-    return config.replace(**resolve_agents(config))
+    return config.replace(**resolve_agents(config, config.cluster.rollout_num_engines or 1))
 
 
 def test_an_agent_answers_the_prompts_and_without_one_nothing_changes(tmp_path: Path) -> None:
@@ -26,6 +28,35 @@ def test_an_agent_answers_the_prompts_and_without_one_nothing_changes(tmp_path: 
     plain = config_of(tmp_path)
     check_agents(plain)
     assert plain.rollout.custom_generate_function_path is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy", "is_noted"),
+    [
+        (["--agent-command", "sh agent.sh", "--rollout-num-engines", "2"], "consistent_hash", True),
+        (["--agent-command", "sh agent.sh", "--rollout-num-engines", "1"], "round_robin", False),
+        (["--rollout-num-engines", "2"], "round_robin", False),
+        (
+            ["--environment", "a.b", "--rollout-num-engines", "2", "--vllm-router-policy", "round_robin"],
+            "round_robin",
+            False,
+        ),
+        (
+            ["--environment", "a.b", "--rollout-num-engines", "2", "--vllm-router-policy", "consistent_hash"],
+            "consistent_hash",
+            False,
+        ),
+    ],
+)
+def test_a_session_stays_with_one_of_several_engines_unless_the_user_says_otherwise_and_one_note_says_so(
+    tmp_path: Path, flags: list[str], policy: str, is_noted: bool
+) -> None:
+    write_model_directory(tmp_path)
+    given = parse(["--hf-checkpoint", str(tmp_path), "--device", "cpu", *flags])
+    config = resolve(given, Problems())
+    assert config.engine.vllm_router_policy == policy
+    notes = [note for note in differences(given, config) if "--vllm-router-policy consistent_hash" in note]
+    assert len(notes) == is_noted
 
 
 @pytest.mark.parametrize(

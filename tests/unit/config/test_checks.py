@@ -57,6 +57,25 @@ def test_a_good_command_line_passes_and_empty_knobs_are_derived(model_dir: Path)
     assert config.algo.eps_clip_high == config.algo.eps_clip
 
 
+def test_engines_larger_than_a_node_are_left_to_the_cluster(model_dir: Path) -> None:
+    """32 GPUs are two engines of 16; what a node has, Ray says later."""
+    config = resolved(
+        model_dir,
+        *(
+            "--device",
+            "cuda",
+            "--ray-address",
+            "auto",
+            "--rollout-num-gpus",
+            "32",
+            "--rollout-num-gpus-per-engine",
+            "16",
+        ),
+    )
+    assert config.cluster.num_engines == 2
+    assert config.weights.update_weight_transport == "nccl"
+
+
 def test_the_queue_flag_alone_means_mode_buffer(model_dir: Path) -> None:
     assert resolved(model_dir, "--enable-vime-transfer-queue").queue.transferqueue_mode == "buffer"
 
@@ -185,6 +204,22 @@ REFUSALS = {
     "parameter gather without what it overlaps with": (
         ["--overlap-param-gather", "--use-distributed-optimizer"],
         ["--overlap-param-gather", "--overlap-grad-reduce"],
+    ),
+    "a share of an optimizer that stays": (
+        ["--optimizer-offload-fraction", "0.5"],
+        ["--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload"],
+    ),
+    "an optimizer in host memory under fsdp": (
+        ["--train-backend", "fsdp", "--optimizer-cpu-offload", "--exp-avg-dtype", "bf16"],
+        ["--optimizer-cpu-offload, --exp-avg-dtype bf16 with --train-backend fsdp", "--train-backend megatron"],
+    ),
+    "a second moment that would never fall": (
+        ["--exp-avg-sq-dtype", "bf16", "--adam-beta2", "0.999"],
+        ["--exp-avg-sq-dtype bf16 with --adam-beta2 0.999", "at most 0.996", "--exp-avg-sq-dtype fp32"],
+    ),
+    "a first moment that would never fall": (
+        ["--exp-avg-dtype", "bf16", "--adam-beta1", "0.998"],
+        ["--exp-avg-dtype bf16 with --adam-beta1 0.998", "at most 0.996"],
     ),
     "another engine": (["--rollout-backend", "sglang"], ["sglang", "vllm"]),
     "eval data without a name": (["--eval-prompt-data", "aime"], ["NAME PATH"]),
@@ -349,6 +384,7 @@ READ = {
     "eval_config": (["{model}/sets.toml"], []),
     "network_interface": (["eth1"], ["--ray-address", "10.0.0.1:6379"]),
     "coordinator_node": (["node-1"], ["--ray-address", "10.0.0.1:6379"]),
+    "vllm_router_count": (["2"], []),
     "vllm_server_concurrency": (["8"], []),
     "eps_clip_high": (["0.3"], []),
     "micro_batch_size": (["2"], []),
@@ -388,6 +424,7 @@ UNREAD = {  # where the default already reads it: the flags under which nothing 
     "eval_prompt_data": ["--skip-eval-before-train"],
     "eval_config": ["--skip-eval-before-train"],
     "eps_clip_high": SFT,
+    "vllm_router_count": ["--transferqueue-mode", "external", "--rollout-num-engines", "0"],
     "vllm_server_concurrency": ["--reference-mode"],
     "partial_rollout": ["--max-staleness", "1"],
     "micro_batch_size": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "512"],

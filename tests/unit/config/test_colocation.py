@@ -87,6 +87,10 @@ def test_weights_are_discarded_only_where_an_update_of_all_of_them_always_follow
             [*GPUS, "--actor-num-gpus-per-node", "2", "--actor-num-nodes", "4", "--rollout-num-gpus-per-engine", "4"],
             "--rollout-num-gpus-per-engine 4: a node has 2 trainer ranks",
         ),
+        (
+            [*GPUS, "--actor-num-gpus-per-node", "8", "--actor-num-nodes", "2", "--rollout-num-gpus-per-engine", "16"],
+            "and an engine is on one node: over several it needs GPUs of its own",
+        ),
         (["--device", "cpu", "--update-weight-transport", "ipc"], "only an engine on the GPU of trainer rank 0"),
         (
             [*GPUS, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1", "--update-weight-transport", "shm"],

@@ -60,6 +60,9 @@ def test_a_run_may_have_engines_of_its_own_beside_jobs_or_none(resolved, tmp_pat
         ([*ALONE, "--num-rollout-workers", "2"], "--num-rollout-workers 2 with --rollout-num-engines 0"),
         ([*ALONE, "--check-weight-update-equal"], "--check-weight-update-equal with --rollout-num-engines 0"),
         ([*EXTERNAL, "--transferqueue-storage-backend", "MooncakeStore"], "MooncakeStore"),
+        ([*EXTERNAL, "--transferqueue-storage-backend", "mooncake"], "mooncake: it needs a Mooncake server"),
+        (["--transferqueue-storage-backend", "yuanrong"], "yuanrong: it needs openYuanrong's data system"),
+        (["--transferqueue-storage-backend", "ray"], "ray: its rows end with the process that put them"),
     ],
 )
 def test_what_could_not_work_is_refused_by_its_flag(resolved, flags, said):

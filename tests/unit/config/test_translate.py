@@ -194,11 +194,15 @@ def test_bf16_and_a_sharded_optimizer_are_the_default_on_cuda_alone(
     flags = ["--device", "cuda", "--actor-num-gpus-per-node", "1"]
     config = started(model_dir, *flags)
     assert (config.parallel.bf16, config.parallel.use_distributed_optimizer) == (True, True)
+    assert config.parallel.moe_grouped_gemm
     assert config.agreement.train_rollout_diff_threshold == 6e-2  # that of bf16
     assert "--bf16 is the default on cuda" in capsys.readouterr().err
     config = started(model_dir, *flags, "--no-bf16", "--no-use-distributed-optimizer")
     assert (config.parallel.bf16, config.parallel.use_distributed_optimizer) == (False, False)
-    assert started(model_dir, *flags, "--train-backend", "fsdp").parallel.use_distributed_optimizer is False
+    assert not config.parallel.moe_grouped_gemm
+    assert not started(model_dir, *flags, "--no-moe-grouped-gemm").parallel.moe_grouped_gemm
+    sharded = started(model_dir, *flags, "--train-backend", "fsdp").parallel
+    assert (sharded.use_distributed_optimizer, sharded.moe_grouped_gemm) == (False, False)
 
 
 def test_other_defaults_and_meanings_are_told_to_who_comes_with_other_flags(
@@ -250,3 +254,59 @@ def test_a_joined_value_may_begin_with_a_dash_and_a_word_too_many_is_refused() -
     assert "--lr 1 2: 2 is too much after --lr" in refusal("--lr", "1", "2")
     assert "--bf16 true: true is too much after --bf16" in refusal("--bf16", "true")
     assert "train.jsonl: expected a flag in front" in refusal("train.jsonl")
+
+
+def test_the_optimizer_in_host_memory_of_slimes_scripts_is_taken_as_it_is(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offload = ("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer")
+    dtypes = ("--main-grads-dtype", "fp32", "--main-params-dtype", "fp32", "--exp-avg-dtype", "bf16")
+    config = started(model_dir, *offload, *dtypes)
+    optimizer = config.optimizer
+    assert (optimizer.optimizer_cpu_offload, optimizer.optimizer_offload_fraction) == (True, 1.0)
+    assert (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) == ("bf16", "fp32")
+    said = capsys.readouterr().err
+    for flag in (*offload[1:], "--main-grads-dtype fp32", "--main-params-dtype fp32"):
+        assert f"{flag}: always so here" in said or f"{flag}, " in said or f", {flag}" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--main-grads-dtype", "bf16"], "so only fp32 is accepted"),
+        (["--main-params-dtype", "fp16"], "main weights are in fp32, so only fp32 is accepted"),
+        (["--exp-avg-dtype", "fp16"], "Say bf16"),
+        (["--exp-avg-sq-dtype", "fp8"], "Say bf16"),
+        (["--no-pin-cpu-params"], "page-locked"),
+        (["--use-stateless-adam"], "--optimizer-cpu-offload"),
+    ],
+)
+def test_what_the_optimizer_does_not_do_is_refused_with_what_to_say(flags: list[str], words: str) -> None:
+    text = refusal(*flags)
+    assert text.startswith(flags[0])
+    assert words in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ulysses-sequence-parallel-size", "4"],
+        ["--ulysses_sequence_parallel_size", "4"],
+        ["--ulysses-degree", "2"],
+        ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"],
+        ["--lr", "1e-6", "critic.ulysses_sequence_parallel_size=2"],
+        ["--sequence-parallel-size", "4"],
+        ["--ring_attn_size", "4"],
+    ],
+)
+def test_a_sequence_cut_in_another_way_is_refused_with_the_flag_that_cuts_it_here(words: list[str]) -> None:
+    text = refusal(*words)
+    assert "Say --context-parallel-size SIZE" in text
+    assert ("Ulysses sequence parallelism is not here" in text) == ("ulysses" in " ".join(words))
+    assert "unknown flag" not in text
+
+
+def test_a_context_parallel_group_gathers_however_megatron_is_told(model_dir: Path) -> None:
+    assert started(model_dir, "--cp-comm-type", "p2p") == started(model_dir)
+    text = refusal("--cp-comm-type", "a2a")
+    assert "nothing goes all to all (Ulysses), so only p2p or all_gather is accepted" in text

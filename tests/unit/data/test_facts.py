@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.rows import make_row, train_groups
-from vime.data.groups import (
+from vime.data.rows import (
     FACTS,
-    SampleFacts,
     GroupFacts,
     GroupNotes,
+    SampleFacts,
+    TrainRow,
     check_versions,
     decode_facts,
     encode_facts,
     facts_of,
     sample_numbers,
 )
-from vime.data.rows import TrainRow
 from vime.types import HandoffError, StaleError, VersionSpan
 
 

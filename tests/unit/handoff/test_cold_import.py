@@ -4,8 +4,8 @@ import sys
 # Mode off runs these imports in every process; TransferQueue and Ray must stay out.
 PROGRAM = """
 import sys
-import vime.data.payload, vime.data.columns, vime.handoff.stores, vime.handoff.ticket, vime.handoff.fetch
-import vime.handoff.group_store, vime.handoff.staleness, vime.handoff.ledger, vime.handoff.audit
+import vime.data.payload, vime.data.columns, vime.handoff.group_store, vime.handoff.ticket
+import vime.handoff.ledger, vime.handoff.audit
 import vime.handoff.queue_view
 loaded = {name.partition(".")[0] for name in sys.modules} & {"transfer_queue", "ray", "tensordict"}
 sys.exit(f"loaded: {sorted(loaded)}" if loaded else 0)

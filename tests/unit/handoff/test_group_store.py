@@ -14,6 +14,7 @@ from vime.data.rows import TrainRow
 from vime.handoff.group_store import (
     EncodedGroup,
     GroupStore,
+    MemoryStore,
     StoredGroup,
     chunk_keys,
     compact_left_behind,
@@ -21,7 +22,6 @@ from vime.handoff.group_store import (
 )
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool import Spool, Spools, worker_spool
-from vime.handoff.stores import MemoryStore
 from vime.types import HandoffError, HandoffLostError, Sample, SampleStatus, VersionSpan
 
 TASKS = [Task("train", number, 1) for number in range(3)]

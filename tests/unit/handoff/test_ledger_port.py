@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from tests.helpers.ledger_cases import issue
-from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_port import CALLS, LocalLedgerPort, call_ledger
+from vime.handoff.ledger import CALLS, Ledger, LocalLedgerPort, call_ledger
 from vime.handoff.ledger_types import TransitionError
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.handoff.round_ledger import RoundLedger

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.helpers.rows import make_row
-from vime.handoff.staleness import check_staleness, staleness_metrics
+from vime.handoff.ticket import check_staleness, staleness_metrics
 from vime.types import StaleError, VersionSpan
 
 MIXED = make_row(17, group_index=4, versions=(VersionSpan(3, 0, 1), VersionSpan(5, 1, 3)))  # oldest token: version 3

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from tests.helpers.rows import flatten, hand_over, make_groups, make_row, plan_for, read_all
 from vime.data import payload
-from vime.data.groups import GroupFacts
 from vime.data.payload import pack_rows
-from vime.data.rows import TrainRow
-from vime.handoff.group_store import encode_group
-from vime.handoff.stores import MemoryStore
+from vime.data.rows import GroupFacts, TrainRow
+from vime.handoff.group_store import MemoryStore, encode_group
 from vime.handoff.ticket import check_plan, decode_plan, encode_plan, make_ticket, read_rows, read_some
 from vime.types import HandoffError, HandoffLostError, RoundPlan, StepPlan
 

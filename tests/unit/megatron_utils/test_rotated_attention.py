@@ -15,14 +15,22 @@ from tests.helpers.rows import make_row
 from vime.backends.megatron_utils import layer_spec
 from vime.backends.megatron_utils.fused import rotation
 from vime.backends.megatron_utils.layer_spec import PackedAttention
-from vime.batching.pack import pack
-from vime.batching.prefixes import share_prompts
+from vime.batching.pack import pack, share_prompts
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 WINDOWS = [None, 1, 3, 4, 64]
 
 
 SINKS = [None, (0.3, -2.0, 4.0, 1.0)]  # of each head
+
+
+@pytest.fixture(autouse=True, params=["cpu", "gpu", "gpu, 16 bits"])
+def _as_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU gets its triangles and shared keys in other forms; torch's CPU build computes them too."""
+    if request.param != "cpu":
+        monkeypatch.setattr(layer_spec, "masks_are_fused", lambda _query: False)
+    if request.param == "gpu, 16 bits":
+        monkeypatch.setattr(layer_spec, "_knows_groups", lambda _query, mask: mask is layer_spec.Triangle.END)
 
 
 def attention_of(window: int | None, sinks_H: Sequence[float] | None) -> PackedAttention:
@@ -142,3 +150,52 @@ def test_answers_to_one_prompt_attend_as_if_each_had_a_copy_of_it(
     true_gradients = torch.autograd.grad(expected, [*true, *true_sinks], direction.double())
     for mine, theirs in zip([got, *gradients], [expected, *true_gradients], strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sinks_H", SINKS)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("first", [1, 5, 11])
+def test_a_rank_that_has_the_end_of_a_sequence_attends_as_one_that_has_it_all(
+    first: int, window: int | None, sinks_H: Sequence[float] | None
+) -> None:
+    """As a chunk of a context-parallel rank, whose first query stands at `first`."""
+    torch.manual_seed(0)
+    attention = attention_of(window, sinks_H)
+    query = torch.randn(2, 12, HEADS, WIDTH, requires_grad=True)
+    key, value = (torch.randn(2, 12, GROUPS, WIDTH, requires_grad=True) for _ in range(2))
+    inputs = [query, key, value, *learned(attention)]
+    weights = torch.randn(2, 12 - first, HEADS, WIDTH)
+    whole = attention._attend(query, key, value, first=0)[:, first:]
+    expected = torch.autograd.grad((whole * weights).sum(), inputs)
+    end = attention._attend(query[:, first:], key, value, first=first)
+    torch.testing.assert_close(end, whole)
+    for got, want in zip(torch.autograd.grad((end * weights).sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_kernel_of_a_gpu_gets_shared_keys_only_where_it_can_share_them(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what torch is asked for: a whole sequence, the end of one, a window."""
+    asked: list[tuple[int, bool]] = []
+    true = torch.nn.functional.scaled_dot_product_attention
+
+    def record(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
+        asked.append((key.size(1), bool(options["enable_gqa"])))
+        return true(query, key, value, **options)
+
+    functions = {**vars(torch.nn.functional), "scaled_dot_product_attention": record}
+    monkeypatch.setattr(layer_spec, "F", SimpleNamespace(**functions))
+    query = torch.randn(1, 4, HEADS, WIDTH)
+    key, value = torch.randn(2, 1, 8, GROUPS, WIDTH)
+    attention_of(None, None)._attend(query, key[:, :4], value[:, :4], first=0)
+    attention_of(None, None)._attend(query, key, value, first=4)
+    attention_of(3, None)._attend(query, key, value, first=4)
+    shared, repeated = (GROUPS, True), (HEADS, False)
+    kernels = request.node.callspec.params["_as_on"]
+    expected = {
+        "cpu": [shared, shared, shared],
+        "gpu": [shared, repeated, repeated],
+        "gpu, 16 bits": [shared, shared, repeated],
+    }
+    assert asked[:3] == expected[kernels]

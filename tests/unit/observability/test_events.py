@@ -123,7 +123,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
 
     def emit() -> None:
         for _ in range(25):
-            log.emit(EventKind.BATCH_PUT, note=long)
+            log.emit(EventKind.ROUND_GENERATED, note=long)
 
     threads = [threading.Thread(target=emit) for _ in range(4)]
     for thread in threads:

@@ -65,6 +65,17 @@ def test_a_working_engine_is_no_reason_to_worry_however_idle_the_router_is() -> 
     assert found.line.endswith("from engine-0; engine-0 is at work")
 
 
+def test_of_several_routers_the_one_is_named_that_is_stopped_or_away() -> None:
+    up, engine = process("router-0"), process("engine-0", cpu_share=0.9)
+    stopped = verdict(GENERATION, MANAGER, up, process("router-1", state=State.STOPPED), engine)
+    assert stopped.is_stuck
+    assert stopped.line.endswith("(4 of them, the oldest 41 s) from router-1; router-1 (pid 100) is STOPPED")
+    driver = process("driver", *GENERATION.waits, work=(SeenWork(name="starting again: router-1", age_s=4),))
+    away = verdict(driver, MANAGER, up, process("router-1", state=State.DEAD), engine)
+    assert not away.is_stuck
+    assert away.line.endswith("engine-0 is at work; router-1 is lost and starts again since 4 s")
+
+
 def test_owners_that_all_idle_are_named_once_patience_is_over() -> None:
     idle = [GENERATION, MANAGER, process("router"), process("engine-0")]
     found = verdict(*idle)

@@ -59,14 +59,14 @@ def test_a_span_is_as_long_as_it_measured_when_the_date_was_set_back_meanwhile()
 def test_an_error_and_other_events_are_in_the_trace_under_their_process() -> None:
     history = [
         began(0.0, "save"), ended(1.0, "save", 1.0, "OSError: disk full"),
-        event(2.0, "group_dropped", "rollout-manager", group_index=7),
+        event(2.0, "queue_lost", "rollout-manager", start_in_s=7),
     ]  # fmt: skip
     found = trace_events(history)
     names = {entry["pid"]: entry["args"]["name"] for entry in found if entry["ph"] == "M"}
     assert [entry["args"]["error"] for entry in found if entry["ph"] == "X"] == ["OSError: disk full"]
     [moment] = [entry for entry in found if entry["ph"] == "i"]
     assert (moment["name"], names[moment["pid"]], moment["args"]) == (
-        "group_dropped", "rollout-manager", {"group_index": 7},
+        "queue_lost", "rollout-manager", {"start_in_s": 7},
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The files of examples/launch, and the list of what has never run, are true as far as this machine can say."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -34,12 +35,44 @@ def test_the_slurm_script_is_bash() -> None:
     assert checked.returncode == 0, checked.stderr
 
 
+def gpu_tests(source: str) -> set[str]:
+    """Return the names of the tests that carry the mark `gpu`: by their module, by themselves, or in some of their
+    cases."""
+
+    def is_marked(*nodes: ast.AST) -> bool:
+        return any("pytest.mark.gpu" in ast.unparse(node) for node in nodes)
+
+    statements = ast.parse(source).body
+    of_module = [
+        each for each in statements if isinstance(each, ast.Assign) and "pytestmark" in map(ast.unparse, each.targets)
+    ]
+    return {
+        each.name
+        for each in statements
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        and each.name.startswith("test_")
+        and is_marked(*of_module, *each.decorator_list)
+    }
+
+
+def test_a_gpu_mark_is_found_wherever_it_stands() -> None:
+    assert gpu_tests("pytestmark = [\n    pytest.mark.gpu,\n]\ndef test_a(): ...\nasync def test_b(): ...") == {
+        "test_a",
+        "test_b",
+    }
+    case = '@pytest.mark.parametrize("x", [1, pytest.param(2, marks=pytest.mark.gpu)])\ndef test_b(x): ...\n'
+    assert gpu_tests(f"@pytest.mark.gpu\ndef test_a(): ...\n{case}def test_c(): 'pytest.mark.gpu'") == {
+        "test_a",
+        "test_b",
+    }
+
+
 def test_the_page_of_what_never_ran_lists_every_gpu_test() -> None:
     found = set()
     for file in ROOT.glob("tests/**/test_*.py"):
-        source, name = file.read_text(), file.relative_to(ROOT)
-        if re.search(r"^pytestmark = [^\n]*(\n    .*)*?pytest\.mark\.gpu", source, re.MULTILINE):
-            found |= {f"{name}::{test}" for test in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
+        source = file.read_text()
+        if "mark.gpu" in source:
+            found |= {f"{file.relative_to(ROOT)}::{test}" for test in gpu_tests(source)}
     page = (ROOT / "docs/never-run.md").read_text()
     listed = set(re.findall(r"^\| `(tests/[\w/]+\.py::test_\w+)` \|", page, re.MULTILINE))
     assert listed == found

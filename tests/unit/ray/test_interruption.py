@@ -19,6 +19,7 @@ from vime.config.parse import Config, parse
 from vime.observability.events import EventLog
 from vime.observability.metrics import Tracker, read_metrics
 from vime.observability.screen import Screen
+from vime.ray import components as components_module
 from vime.ray import engines, launch, rollout_manager
 from vime.ray.actor import Actor
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
@@ -26,7 +27,7 @@ from vime.ray.components import Components, Parts, Watchers
 from vime.ray.interrupts import Interrupts
 from vime.ray.losses import Losses
 from vime.ray.managed_engine import ManagedEngine
-from vime.ray.managed_router import ManagedRouter
+from vime.ray.managed_router import ManagedRouter, Routers
 from vime.ray.rollout_manager import GeneratedRound
 from vime.ray.round_metrics import RoundMetrics
 from vime.ray.startup import Starter
@@ -79,7 +80,7 @@ class FakeTrainers:
 
 def quiet_engines(**more: Any) -> Any:
     """Engines of which nothing is to be told."""
-    quiet = {"begin_update": list, "served": lambda _version, _reports: None, "take_metrics": dict}
+    quiet = {"update": lambda send: send([]), "served": lambda _version, _reports: None, "take_metrics": dict}
     return SimpleNamespace(**{"fleet": None, "tend": lambda: None, **quiet, **more})
 
 
@@ -172,9 +173,10 @@ def test_servers_of_a_start_that_ends_are_waited_for_together(
     monkeypatch.setattr(engines.ray, "kill", lambda _actor: None)
     fleet = engines.Engines.__new__(engines.Engines)
     fleet.changes, fleet._fleet, engine = None, None, ManagedEngine(0)
-    fleet._router = ManagedRouter.__new__(ManagedRouter)  # an actor that is started is one of Ray
-    fleet._router.losses = Losses("router")
-    fleet._router.actor, engine.actor = (
+    fleet._routers = Routers.__new__(Routers)
+    router = ManagedRouter.__new__(ManagedRouter)  # an actor that is started is one of Ray
+    fleet._routers.each, router.losses = [router], Losses("router")
+    router.actor, engine.actor = (
         Actor(SimpleNamespace(stop=SimpleNamespace(remote=lambda: "router"))),
         Actor(SimpleNamespace(stop=SimpleNamespace(remote=lambda: "engine"))),
     )
@@ -491,6 +493,28 @@ def test_a_run_is_the_parent_of_orphans_before_anything_is_started(
     (tmp_path / "logs").mkdir()
     launch._run(parse([]), tmp_path, lambda _components: None, program)
     assert order == ["adopts orphans", "starts parts"]
+
+
+def test_nothing_is_asked_of_engines_that_do_not_agree_with_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    components = make_machine(parse(["--check-weight-update-equal"]), tmp_path, num_rollout=3)
+    components.parts.engines = quiet_engines(check=lambda: None, num_serving=2)
+    released: list[int] = []
+    components.parts.stream = SimpleNamespace(release=released.append, trained=lambda *_: None)  # type: ignore[assignment]
+    answers = iter([None, PublishError("engine e0 differs")])
+
+    def agree(*_: object, **__: object) -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    monkeypatch.setattr(components_module, "check_engines_agree", agree)
+    components.publish()
+    assert released == [0]
+    components.train(GeneratedRound(rollout_id=0, ticket=TICKET, metrics={}))
+    with pytest.raises(PublishError, match="e0 differs"):
+        components.publish()
+    assert released == [0]
 
 
 def test_rare_updates_still_serve_what_the_last_round_trained(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import struct
 import subprocess
 import sys
 
@@ -76,6 +77,13 @@ def test_a_job_sends_the_columns_that_the_run_asks_for(tmp_path):
     )
     assert given.extra == {"teacher_log_probs": [-0.5], "weights": [1, 2], "note": {"a": 1}, "absent": None}
     assert given_by(tmp_path, REGISTERED, reward=0.0, metadata={"weights": [1]}).extra == {}
+
+
+def test_a_job_packs_its_columns(tmp_path):
+    given = given_by(tmp_path, REGISTERED, reward=0.0)
+    assert (given.tokens, given.log_probs, given.loss_mask) == (
+        b"\1\0\0\0\2\0\0\0", struct.pack("<f", -1.0), b"\1",
+    )  # fmt: skip
 
 
 def run_with(gateway, tmp_path) -> JobWorker:

@@ -10,8 +10,7 @@ from tests.helpers.rows import make_row
 from vime.batching.flops import RoundWork, forward_flops, layer_flops, train_flops
 from vime.config.hf_config import read_model_shape
 from vime.config.parse import Config, parse
-from vime.data.groups import facts_of
-from vime.data.rows import TrainRow
+from vime.data.rows import TrainRow, facts_of
 from vime.ray.planning import RoundPlanner
 from vime.ray.rollout_manager import ManagerInfo
 from vime.ray.startup import _num_rollout

@@ -110,6 +110,20 @@ def test_layers_that_are_not_installed_are_refused_before_anything_starts(
         preflight(parse(flags), is_async=False)
 
 
+def test_latent_attention_in_fp32_on_a_gpu_is_refused_before_an_engine_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H200 the engine ended after a minute: no kernel of vLLM takes it."""
+    monkeypatch.setattr("vime.ray.preflight.check_memory", lambda _config: None)  # another process, 20 s
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "kv_lora_rank": 16}))
+    flags = ["--ray-address", "auto", "--device", "cuda", "--hf-checkpoint", str(tmp_path)]
+    with pytest.raises(ConfigError, match=r"--no-bf16 with --device cuda: .*kv_lora_rank.* Use --bf16"):
+        preflight(parse([*flags, "--no-bf16"]), is_async=False)
+    preflight(parse([*flags, "--bf16"]), is_async=False)
+    scripted = ["--debug-engine-module", "vime.backends.vllm_utils.scripted_server"]
+    preflight(parse([*flags, "--no-bf16", *scripted]), is_async=False)
+
+
 def test_a_router_flag_that_the_run_owns_is_refused_before_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the router's --policy itself. Use --vllm-router-policy instead"):
         preflight(config(tmp_path, "--router-policy", "random"), is_async=False)

@@ -11,13 +11,11 @@ import pytest
 
 from tests.helpers.ledger_cases import issue, make_ready, open_ledger
 from tests.helpers.rollout_setup import make_args
-from vime.handoff.group_store import GroupStore, StoredGroup
-from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.group_store import GroupStore, MemoryStore, StoredGroup
+from vime.handoff.ledger import Ledger, LocalLedgerPort
 from vime.handoff.ledger_types import RoundOrder, Task
 from vime.handoff.round_ledger import RoundLedger
 from vime.handoff.spool import Spool
-from vime.handoff.stores import MemoryStore
 from vime.handoff.ticket import make_ticket, read_rows
 from vime.rollout.convert import encoded_group
 from vime.rollout.coordinator import RoundCoordinator, TakenGroup

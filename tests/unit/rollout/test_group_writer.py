@@ -8,10 +8,9 @@ import pytest
 
 from tests.helpers.ledger_cases import issue, open_ledger, payload
 from tests.helpers.rows import make_row
-from vime.handoff.group_store import GroupStore, encode_group
-from vime.handoff.ledger_port import LocalLedgerPort
+from vime.handoff.group_store import GroupStore, MemoryStore, encode_group
+from vime.handoff.ledger import LocalLedgerPort
 from vime.handoff.ledger_types import LateAttemptError, Task
-from vime.handoff.stores import MemoryStore
 from vime.rollout import group_writer
 from vime.rollout.group_writer import GroupWriter
 from vime.types import HandoffError

@@ -31,7 +31,7 @@ from vime.rollout.data_source import RolloutDataSource
 from vime.rollout.drop_limit import DropStreak
 from vime.rollout.evaluate import eval_groups
 from vime.rollout.exchanges import Completion
-from vime.rollout.groups import generate_and_rm_group, unusable_reason
+from vime.rollout.group_worker import generate_and_rm_group, unusable_reason
 from vime.rollout.images import read_images
 from vime.rollout.prompts import read_prompts
 from vime.rollout.record import save_samples

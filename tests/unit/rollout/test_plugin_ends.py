@@ -13,7 +13,7 @@ import pytest
 from vime.config.parse import Args, Config
 from vime.protocols import calling_plugin
 from vime.rollout.generation import close_clients, engine_client
-from vime.rollout.groups import filter_verdict, generate_and_rm_group
+from vime.rollout.group_worker import filter_verdict, generate_and_rm_group
 from vime.rollout.loops import rollout_loop
 from vime.rollout.rm_hub import batched_async_rm
 from vime.types import ConfigError, PluginError, RewardError, Sample, SampleStatus, VimeError
@@ -111,7 +111,7 @@ def test_a_generate_function_has_the_time_of_the_longest_answer(file: Path, monk
         deadlines.append(deadline_s)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr("vime.rollout.groups.waiting", recorded)
+    monkeypatch.setattr("vime.rollout.group_worker.waiting", recorded)
     for length in (8192, 32_768):
         config = Config().replace(rollout_max_response_len=length, generate_timeout_secs=100.0)
         args = arguments(custom_generate_function_path=f"{file}:exits", config=config)

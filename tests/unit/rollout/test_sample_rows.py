@@ -11,7 +11,7 @@ from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import make_args
 from vime.rollout.convert import encoded_group
 from vime.rollout.generation import train_sampling_params
-from vime.rollout.groups import generate_and_rm_group
+from vime.rollout.group_worker import generate_and_rm_group
 from vime.rollout.metrics import pass_metrics, row_facts, sample_metrics
 from vime.rollout.sample_rows import by_sample
 from vime.types import HandoffError, Sample, SampleStatus, VersionSpan

@@ -50,7 +50,7 @@ def test_text_that_is_appended_stands_behind_it(sample: Sample) -> None:
 
 def test_what_a_plug_in_writes_takes_its_place(sample: Sample) -> None:
     sample.response = "mine"
-    assert (sample.response, DECODED, sample.has_pending_text) == ("mine", [], False)
+    assert (sample.response, DECODED) == ("mine", [])
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda given: pickle.loads(pickle.dumps(given))])

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from vime.backends.vllm_utils.control import CALLS_AT_ONCE, FleetControl
+from vime.backends.vllm_utils.control import CALLS_AT_ONCE, FleetControl, _report
 from vime.backends.vllm_utils.fake import FakeEngine
-from vime.types import EngineError, EngineLostError
+from vime.types import EngineAddress, EngineError, EngineLostError, EngineReport
 
 NUM_ENGINES = 12
 
@@ -41,6 +41,25 @@ def test_twelve_engines_are_controlled_by_one_thread_over_one_connection_each(en
         assert control_threads() == ["vime-fleet-control"]
         assert [engine.num_connections for engine in engines] == [1] * NUM_ENGINES
     assert control_threads() == []
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (["a"], "e: 1 workers say what they hold, expected 2, those of all its nodes"),
+        (["a", "b"], r"e: its 2 workers hold different weights: \[\('a', 3\), \('b', 3\)\]"),
+    ],
+)
+def test_an_engine_confirms_with_all_its_workers_or_not_at_all(held, said):
+    address = EngineAddress(name="e", url="http://e", num_workers=2)
+
+    def reported(hashes):
+        workers = [{"content_hash": each, "num_tensors": 3} for each in hashes]
+        return _report(address, {"weight_version": "7", "workers": workers})
+
+    assert reported(["a", "a"]) == EngineReport(engine="e", version=7, content_hash="a", num_tensors=3)
+    with pytest.raises(EngineError, match=said):
+        reported(held)
 
 
 def test_every_response_is_that_of_its_engine_and_row(engines):

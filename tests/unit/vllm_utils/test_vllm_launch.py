@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vime.backends.vllm_utils import launch
-from vime.backends.vllm_utils.launch import engine_command, engine_environment, validate_vllm_flags
+from vime.backends.vllm_utils.launch import Part, engine_command, engine_environment, validate_vllm_flags
 from vime.backends.vllm_utils.router import router_command
 from vime.config.parse import Config, parse
 from vime.types import ConfigError, EngineAddress
@@ -70,6 +70,37 @@ def test_a_gpu_engine_takes_the_tensor_parallel_size_and_vllms_own_cache():
     assert value(arguments, "--dtype") == "bfloat16"
     assert "--kv-cache-memory-bytes" not in arguments
     assert "--enforce-eager" not in arguments
+
+
+SIXTEEN = ("--hf-checkpoint", "m", "--device", "cuda", "--rollout-num-gpus-per-engine", "16")
+
+
+def test_a_part_of_an_engine_meets_the_first_and_only_the_first_has_a_server():
+    first, last = (Part(number=number, of=4, address="10.0.0.1", port=21_000) for number in (0, 3))
+    config = parse([*SIXTEEN, "--vllm-max-num-seqs", "8"])
+    ours = engine_command(config, index=1, host="10.0.0.1", port=8000, part=first)
+    theirs = engine_command(config, index=1, host="10.0.0.4", port=0, part=last)
+    assert ours[2] == "vllm.entrypoints.launchers.api_server.entry"
+    assert theirs[2] == "vime.backends.vllm_utils.follower"
+    for arguments, rank in ((ours, "0"), (theirs, "3")):
+        assert (value(arguments, "--nnodes"), value(arguments, "--node-rank")) == ("4", rank)
+        assert (value(arguments, "--master-addr"), value(arguments, "--master-port")) == ("10.0.0.1", "21000")
+        assert value(arguments, "--tensor-parallel-size") == "16"
+        assert arguments[-2:] == ["--max-num-seqs", "8"]
+        assert ("--headless" in arguments) == (rank == "3")
+    alike = [[word for word in each[3:] if word != "--headless"] for each in (ours, theirs)]
+    assert [pair for pair in zip(*alike, strict=True) if pair[0] != pair[1]] == [
+        *(("10.0.0.1", "10.0.0.4"), ("8000", "0"), ("0", "3"))
+    ], "all workers compute the same model in the same way"
+    assert "--nnodes" not in command(config)
+
+
+def test_stages_of_a_pipeline_divide_the_gpus_of_an_engine():
+    """16 GPUs in 2 stages: each layer is cut over 8."""
+    assert value(command(parse([*SIXTEEN, "--vllm-pipeline-parallel-size", "2"])), "--tensor-parallel-size") == "8"
+    assert value(command(parse([*SIXTEEN, "--vllm-pipeline-parallel-size=4"])), "--tensor-parallel-size") == "4"
+    with pytest.raises(ConfigError, match=r"--vllm-pipeline-parallel-size 3: an engine has 16 GPU .* divisor of 16"):
+        command(parse([*SIXTEEN, "--vllm-pipeline-parallel-size", "3"]))
 
 
 def test_without_a_context_limit_the_model_decides():
@@ -187,6 +218,11 @@ def test_a_near_miss_is_refused_with_a_suggestion():
         ("--vllm-port", "Leave it out"),
         ("--vllm-model", "--hf-checkpoint"),
         ("--vllm-tensor-parallel-size", "--rollout-num-gpus-per-engine"),
+        ("--vllm-nnodes", "--rollout-num-gpus-per-engine"),
+        ("--vllm-node-rank", "--rollout-num-gpus-per-engine"),
+        ("--vllm-master-addr", "Leave it out"),
+        ("--vllm-master-port", "Leave it out"),
+        ("--vllm-headless", "Leave it out"),
         ("--vllm-dtype", "--bf16"),
         ("--vllm-max-model-len", "--rollout-max-context-len"),
     ],

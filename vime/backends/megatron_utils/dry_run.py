@@ -40,7 +40,9 @@ def prepare_process(device: str) -> None:
 
     model.LOGIT_ENTRIES["meta"] = model.LOGIT_ENTRIES[device]
     logprobs.BLOCK_ENTRIES["meta"] = logprobs.BLOCK_ENTRIES[device]
-    vars(layer_spec)["F"] = _FusedAttention(takes_masks=device == "cpu")
+    fused = _FusedAttention(takes_masks=device == "cpu")
+    vars(layer_spec).update(F=fused, attend_end=fused.attend_end)
+    vars(layer_spec)["masks_are_fused"] = lambda _query: device == "cpu"
 
 
 class _FusedAttention(types.ModuleType):
@@ -48,7 +50,7 @@ class _FusedAttention(types.ModuleType):
     formula, with all scores of a sequence."""
 
     def __init__(self, *, takes_masks: bool) -> None:
-        """`takes_masks`: that of the CPU does. That of a GPU does not for grouped queries, so the formula counts."""
+        """`takes_masks`: that of the CPU takes them with grouped queries."""
         super().__init__("torch.nn.functional")
         self.takes_masks = takes_masks
 
@@ -56,21 +58,33 @@ class _FusedAttention(types.ModuleType):
         return getattr(F, name)
 
     def scaled_dot_product_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, scale: float, **options: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None,
+        scale: float,
+        **options: bool,
     ) -> Tensor:
         is_latent = query.size(-1) != value.size(-1)  # flash attention takes neither that nor, on a GPU, a mask
         if attn_mask is None and not is_latent:
             flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001  what torch itself would call
-            out: Tensor = flash(query, key, value, 0.0, options["is_causal"], False, scale=scale)[0]
-        elif attn_mask is None and not self.takes_masks:
+            out: Tensor = flash(query, key, value, 0.0, True, False, scale=scale)[0]
+        elif not self.takes_masks:
             efficient = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001
-            out = efficient(query, key, value, None, True, 0.0, options["is_causal"], scale=scale)[0]
-        elif attn_mask is not None and self.takes_masks and not is_latent:
+            bias = None if attn_mask is None else attn_mask.to(query.dtype).expand(*query.shape[:2], -1, -1)
+            out = efficient(query, key, value, bias, True, 0.0, attn_mask is None, scale=scale)[0]
+        elif attn_mask is not None and not is_latent:
             fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
             out = fused(query, key, value, 0.0, attn_mask=attn_mask.to(query.dtype), scale=scale)[0]
         else:
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=scale, **options)
         return out
+
+    def attend_end(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, enable_gqa: bool) -> Tensor:
+        options = {"is_causal": True, "enable_gqa": enable_gqa}
+        return self.scaled_dot_product_attention(query, key, value, attn_mask=None, scale=scale, **options)
 
 
 @contextlib.contextmanager
@@ -123,18 +137,21 @@ class DryModel:
     def bytes(self) -> ModelBytes:
         """What is held between two steps."""
         held = storages(self.parameters)
-        gradients = optimizer = 0
+        gradients = optimizer = step = host = 0
         if self.optimizer is not None:
             learning, scratch = self.optimizer.tensors()
             kept = storages(learning)
             # under the distributed optimizer a parameter is a view of a buffer, which `kept` has too
             optimizer = sum(size for key, size in kept.items() if key not in held)
             gradients = storage_bytes(scratch)
+            step, host = self.optimizer.step_bytes, storage_bytes(self.optimizer.host_tensors())
         return ModelBytes(
             num_parameters=sum(parameter.numel() for parameter in self.parameters),
             parameters=sum(held.values()),
             gradients=gradients,
             optimizer=optimizer,
+            step=step,
+            host=host,
         )
 
     def activations(

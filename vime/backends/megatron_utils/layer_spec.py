@@ -13,6 +13,7 @@ heads of this rank, D head dimension.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 
@@ -40,12 +41,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from vime.backends.megatron_utils.context_parallel import ContextCut
 from vime.backends.megatron_utils.fused import geglu, rms_norm, rotate, swiglu
+from vime.backends.megatron_utils.grouped_experts import GroupedExperts
 from vime.backends.megatron_utils.routing_replay import ReplayLayer
 from vime.backends.megatron_utils.stacked_experts import BiasedAttention, BiasedMoELayer, StackedExperts
-from vime.batching.prefixes import Rests, SharedPrompts
+from vime.batching.pack import Rests, SharedPrompts
 from vime.types import ConfigError
 
 WINDOW_BLOCK = 1024
@@ -64,11 +67,12 @@ def block_spec(
     has_sinks: bool = False,
     attention: ModuleSpec | None = None,
     num_dense_layers: int = 0,
+    groups_experts: bool = False,
 ) -> TransformerBlockSubmodules:
     """The decoder block of this pipeline stage, or of one `chunk` of it in an interleaved pipeline. `implementation` is
     --transformer-impl. `replays_routing`: experts are those that a pack brings along, see `ReplayLayer`. `has_sinks`:
     GPT-OSS's layers. `attention`: in place of grouped-query attention. `num_dense_layers`: the first of a model with
-    experts that have none."""
+    experts that have none. `groups_experts`: see `GroupedExperts`."""
     if not hasattr(moe_utils, "te_general_gemm"):
         # megatron-core 0.16.1 reads this name in the router of a MoE layer, and defines it with Transformer Engine only
         moe_utils.te_general_gemm = None
@@ -78,6 +82,8 @@ def block_spec(
         layer, norm = _local_layer(config, has_sandwich_norms=has_sandwich_norms, attention=attention), RMSNorm
         if has_sinks:
             _add_sinks(layer)
+    if groups_experts and config.num_moe_experts and not has_sinks:
+        layer.submodules.mlp.submodules.experts.module = GroupedExperts
     if replays_routing:
         layer.module = ReplayLayer
     count, first = get_num_layers_to_build(config, chunk), get_transformer_layer_offset(config, chunk)
@@ -201,6 +207,33 @@ class SandwichAttention(SelfAttention):
         output, bias = super().forward(*args, **kwargs)
         assert bias is None, "such models have no biases"
         return self.post_layernorm(output), None
+
+
+class Triangle(enum.Enum):
+    """Which queries see which keys, where there are fewer queries than keys."""
+
+    END = enum.auto()  # the last query sees the last key, the one before it all but that, and so on
+
+
+Mask = Tensor | Triangle | None
+"""[queries, keys], True where a query sees a key; or a triangle; or None: that of as many queries as keys."""
+
+
+def masks_are_fused(query: Tensor) -> bool:
+    """Whether a kernel that holds no scores takes a mask and heads that share a key: that of the CPU does."""
+    return query.device.type == "cpu"
+
+
+def _knows_groups(query: Tensor, mask: Tensor | Triangle) -> bool:
+    """Whether a kernel of a GPU that holds no scores lets heads share a key: flash attention does, which computes in 16
+    bits and takes no mask of ours."""
+    return mask is Triangle.END and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def attend_end(query: Tensor, key: Tensor, value: Tensor, *, scale: float, enable_gqa: bool) -> Tensor:
+    """[sequences, H, queries, D] -> the same, for `Triangle.END`: kernels of a GPU know it without a mask."""
+    triangle = causal_lower_right(query.size(2), key.size(2))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=triangle, scale=scale, enable_gqa=enable_gqa)
 
 
 class PackedAttention(MegatronModule):
@@ -335,31 +368,31 @@ class PackedAttention(MegatronModule):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, *, first: int, reach: int | None) -> Tensor:
-        mask = None
-        if first or reach is not None:
+        mask: Mask = None
+        if reach is not None or (first and masks_are_fused(query)):
             mask = torch.ones(query.size(1), key.size(1), dtype=torch.bool, device=query.device).tril_(first)
-        if mask is not None and reach is not None:
-            mask.triu_(first - reach + 1)
+            if reach is not None:
+                mask.triu_(first - reach + 1)
+        elif first:
+            mask = Triangle.END
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if self.sinks is None:
             return self._mix(query, key, value, mask).transpose(1, 2)
         return self._attend_with_sinks(query, key, value, self.sinks, mask).transpose(1, 2)
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """[sequences, H, queries, D] -> the same. Without a mask the attention is causal."""
+        is_grouped = query.size(1) != key.size(1)
+        if mask is not None and is_grouped and not (masks_are_fused(query) or _knows_groups(query, mask)):
+            key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
+            is_grouped = False
+        if mask is Triangle.END:
+            return attend_end(query, key, value, scale=self.scale, enable_gqa=is_grouped)
         return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=query.size(1) != key.size(1),
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=is_grouped
         )
 
-    def _attend_with_sinks(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, mask: Tensor | None
-    ) -> Tensor:
+    def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor, mask: Mask) -> Tensor:
         """As `_attend_block` behind its transposition, with one more key in front. Heads that share a key have
         different sinks, so each has a channel of its own: 1 in its queries, its sink in that key. Without a mask a
         query of zeros goes in front too, which leaves the triangle as it is."""
@@ -374,7 +407,7 @@ class PackedAttention(MegatronModule):
         value = F.pad(value, (0, more, 1, 0))  # as wide as keys: torch's fused attention asks for it
         if mask is None:
             query = F.pad(query, (0, 0, 1, 0))
-        else:
+        elif mask is not Triangle.END:
             mask = F.pad(mask, (1, 0), value=True)
         return self._mix(query, key, value, mask)[:, :, int(mask is None) :, :channels]
 

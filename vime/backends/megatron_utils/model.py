@@ -80,10 +80,12 @@ def transformer_config(architecture: Architecture, parallel: ParallelConfig) -> 
         recompute_granularity=parallel.recompute_granularity,
         recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
-        gradient_accumulation_fusion=False,  # needs Apex
+        gradient_accumulation_fusion=False,  # of the output layer: needs Apex. Others: `PolicyOptimizer`
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        # megatron rotates for Transformer Engine's layers. Unfused it would read the lengths of a pack on the host, for
+        # queries and for keys, in each layer. Layers `local` rotate in `PackedAttention`.
+        apply_rope_fusion=parallel.transformer_impl == "transformer_engine",
         bias_activation_fusion=on_cuda and not architecture.is_gelu,
         bias_dropout_fusion=on_cuda,
     )
@@ -159,6 +161,7 @@ def build_chunks(
         has_sinks=architecture.has_sinks,
         attention=None if latent is None else ModuleSpec(module=LatentAttention, params={"latent": latent}),
         num_dense_layers=router.num_dense_layers if router else 0,
+        groups_experts=bool(parallel.moe_grouped_gemm),
     )
     count = parallel.virtual_pipeline_model_parallel_size
     chunks = []

@@ -8,13 +8,22 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+from megatron.core.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    MegatronOptimizer,
+    distrib_optimizer,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from vime.backends.live_bytes import storages
+from vime.backends.megatron_utils.host_adam import DTYPES, HostAdam
+from vime.backends.offload import Offload
 from vime.config.cluster import OptimizerConfig, ParallelConfig
 from vime.config.schedule import decay_steps
 
@@ -44,6 +53,9 @@ class PolicyOptimizer:
             DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's: adds to `main_grad`
+                module.fuse_wgrad_accumulation = True
         if not parallel.overlap_grad_reduce:  # else megatron asks to see each gradient when it is ready
             for chunk in chunks:
                 for parameter in chunk.parameters():
@@ -53,7 +65,14 @@ class PolicyOptimizer:
             switches = [chunk.no_sync for chunk in self.chunks]
             model_config.no_sync_func = switches if len(switches) > 1 else switches[0]
         self._gathers_late = parallel.overlap_param_gather
-        self.megatron: MegatronOptimizer = get_megatron_optimizer(
+        with self._without_gradients():
+            self.megatron: MegatronOptimizer = self._make_optimizer(optimizer, parallel)
+            self._host = self._take_to_host()
+        self._fuse()
+        self.scheduler = self._make_scheduler(total_steps)
+
+    def _make_optimizer(self, optimizer: OptimizerConfig, parallel: ParallelConfig) -> MegatronOptimizer:
+        return get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
                 lr=optimizer.lr,
@@ -64,22 +83,55 @@ class PolicyOptimizer:
                 adam_eps=optimizer.adam_eps,
                 clip_grad=optimizer.clip_grad,
                 bf16=bool(parallel.bf16),
-                params_dtype=model_config.params_dtype,
+                params_dtype=self._model_config.params_dtype,
                 use_distributed_optimizer=bool(parallel.use_distributed_optimizer),
                 overlap_param_gather=parallel.overlap_param_gather,
             ),
             self.chunks,
             use_gloo_process_groups=False,
         )
-        self._fuse()
-        self.scheduler = self._make_scheduler(total_steps)
+
+    @contextlib.contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """With --optimizer-cpu-offload nothing lies in the gradients' memory while megatron makes main weights on the
+        device: they are in host memory before it is taken again."""
+        away = Offload()
+        if self._settings.optimizer_cpu_offload:
+            away.sleep((), [buffer.grad_data for buffer in self._buffers])
+        try:
+            yield
+        finally:
+            away.wake_up()
+
+    def _take_to_host(self) -> list[HostAdam]:
+        """Put our Adam in the place of megatron's where flags ask for what that does not do."""
+        settings, found = self._settings, list[HostAdam]()
+        moments = {"exp_avg": DTYPES[settings.exp_avg_dtype], "exp_avg_sq": DTYPES[settings.exp_avg_sq_dtype]}
+        if not settings.optimizer_cpu_offload and set(moments.values()) == {torch.float32}:
+            return found
+        for part in self.parts:
+            if part.optimizer is None:  # no parameter of this kind on this rank
+                continue
+            part.optimizer = HostAdam(
+                part.optimizer.param_groups,
+                weights=_followers(part),
+                share_on_host=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
+                moments=moments,
+                counts_in_groups=distrib_optimizer.HAVE_APEX_OR_TE,
+            )
+            part._copy_main_params_to_model_params = lambda: None  # noqa: SLF001  a step of ours does it
+            found.append(part.optimizer)
+        return found
 
     def _fuse(self) -> None:
         """One pass over weights and moments a step where megatron found neither Apex nor Transformer Engine and took
         torch's AdamW, which would make a dozen."""
-        for group in self.megatron.param_groups:
-            if "fused" in group:  # torch's
-                group["fused"] = True
+        for part in self.parts:
+            if part.optimizer is None or isinstance(part.optimizer, HostAdam):
+                continue
+            for group in part.optimizer.param_groups:
+                if "fused" in group:  # torch's
+                    group["fused"] = True
 
     @property
     def _min_lr(self) -> float:
@@ -145,16 +197,19 @@ class PolicyOptimizer:
         if scale != 1.0:
             for chunk in self.chunks:
                 chunk.scale_gradients(scale)
-        optimizer.prepare_grads()
-        norm = float(optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            return norm
-        if 0 < self._settings.clip_grad < norm + 1e-6:
-            parameters = [parameter for part in self.parts for parameter in part.get_parameters()]
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            if gradients:  # in place: megatron, without Apex, makes a scaled copy of each first
-                torch._foreach_mul_(gradients, self._settings.clip_grad / (norm + 1e-6))
-        optimizer.step_with_ready_grads()
+        with contextlib.ExitStack() as stack:
+            for part in self._host:
+                stack.enter_context(part.on_device())
+            optimizer.prepare_grads()
+            norm = float(optimizer.get_grad_norm())
+            if not math.isfinite(norm):
+                return norm
+            if 0 < self._settings.clip_grad < norm + 1e-6:
+                parameters = [parameter for part in self.parts for parameter in part.get_parameters()]
+                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                if gradients:  # in place: megatron, without Apex, makes a scaled copy of each first
+                    torch._foreach_mul_(gradients, self._settings.clip_grad / (norm + 1e-6))
+            optimizer.step_with_ready_grads()
         self.scheduler.step(1)
         return norm
 
@@ -175,13 +230,30 @@ class PolicyOptimizer:
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """What `sleep` moves: (main parameters and moments, which must be kept; gradient buffers, which each step
-        zeroes first)."""
+        zeroes first). What is in host memory already is in neither."""
         inner = [part.optimizer for part in self.parts if part.optimizer is not None]
         kept = [tensor for part in inner for group in part.param_groups for tensor in group["params"]]
         kept += [value for part in inner for state in part.state.values() for value in state.values()]
-        buffers = [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        buffers = self._buffers
         kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
-        return [value for value in kept if isinstance(value, Tensor)], [buffer.grad_data for buffer in buffers]
+        here = [value for value in kept if isinstance(value, Tensor)]
+        on_host = storages(self.host_tensors())
+        if on_host:
+            here = [value for value in here if not on_host.keys() & storages([value]).keys()]
+        return here, [buffer.grad_data for buffer in buffers]
+
+    def host_tensors(self) -> list[Tensor]:
+        """Return what --optimizer-cpu-offload keeps in host memory; [] without it."""
+        return [tensor for part in self._host for tensor in part.host_tensors()]
+
+    @property
+    def step_bytes(self) -> int:
+        """Device memory that a step takes and gives back, beside what torch's own Adam takes. Parts step one by one."""
+        return max((part.step_bytes for part in self._host), default=0)
+
+    @property
+    def _buffers(self) -> list[_ParamAndGradBuffer]:
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def adopt_flags(self) -> None:
         """After a checkpoint was loaded: the settings of this command win over those that its groups carry."""
@@ -193,3 +265,15 @@ class PolicyOptimizer:
                 self._settings.adam_eps,
             )
         self.scheduler.step(0)
+
+
+def _followers(part: MegatronOptimizer) -> dict[Tensor, Tensor]:
+    """Return by main weight the weights of the model in 16 bits, or this rank's part of them; none in fp32."""
+    if isinstance(part, distrib_optimizer.DistributedOptimizer):
+        followers, mains = part.shard_float16_groups, part.shard_fp32_from_float16_groups
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        followers, mains = part.float16_groups, part.fp32_from_float16_groups
+    else:
+        return {}
+    pairs = [pair for group in zip(mains, followers, strict=True) for pair in zip(*group, strict=True)]
+    return {main: follower.detach() for main, follower in pairs}

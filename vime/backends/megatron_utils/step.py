@@ -22,8 +22,7 @@ from torch import Tensor
 from vime.algo.sampling import CHUNK, log_probs_under
 from vime.backends.logprobs import logprobs_and_entropy
 from vime.backends.megatron_utils.context_parallel import ContextCut, context_cut
-from vime.batching.pack import PackedBatch, pack
-from vime.batching.prefixes import SharedPrompts, share_prompts
+from vime.batching.pack import PackedBatch, SharedPrompts, pack, share_prompts
 from vime.config.cluster import ParallelConfig
 from vime.data.rows import TrainRow
 from vime.protocols import PackLoss

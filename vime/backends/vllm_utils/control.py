@@ -348,6 +348,11 @@ def _report(address: EngineAddress, held: HeldWeights) -> EngineReport:
         raise EngineError(
             f"{address.name} serves version {version!r}, which no trainer has published. Publish weights to it first."
         )
+    if address.num_workers not in (None, len(workers)):
+        raise EngineError(
+            f"{address.name}: {len(workers)} workers say what they hold, expected {address.num_workers}, those of "
+            "all its nodes. Look for a lost node in RUN_DIR/logs."
+        )
     distinct = {(worker["content_hash"], worker["num_tensors"]) for worker in workers}
     if len(distinct) != 1:
         raise EngineError(f"{address.name}: its {len(workers)} workers hold different weights: {sorted(distinct)}.")

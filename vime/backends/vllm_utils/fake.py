@@ -60,11 +60,18 @@ class CompletionRequest:
 Completion = tuple[list[int], list[float]]
 """Tokens and their log-probabilities, before max_tokens cuts them."""
 Complete = Callable[[CompletionRequest], Completion]
+Score = Callable[[Sequence[int]], Sequence[float]]
+"""The log-probabilities of the tokens of a prompt but the first."""
 
 
 def echo_backwards(request: CompletionRequest) -> Completion:
     """Return the default completion: the prompt backwards, with log-probability -0.5."""
     return list(reversed(request.prompt)), [-0.5] * len(request.prompt)
+
+
+def score_evenly(prompt: Sequence[int]) -> list[float]:
+    """Return the default score."""
+    return [-1.0] * (len(prompt) - 1)
 
 
 class _SamplingParams(msgspec.Struct):
@@ -121,6 +128,7 @@ class FakeEngine:
 
     `token_s`: seconds that each token takes, whatever else runs; 0: none. `requests_at_once`: others wait; None: none
     does. `keys`: what it asks callers for; None: it lets everyone in. `argv`: the command line that it tells of.
+    `num_workers`: that say what this one has received.
     """
 
     def __init__(
@@ -128,20 +136,24 @@ class FakeEngine:
         *,
         name: str = "fake-0",
         complete: Complete = echo_backwards,
+        score: Score = score_evenly,
         host: str = "127.0.0.1",
         port: int = 0,
         token_s: float = 0.0,
         requests_at_once: int | None = None,
         keys: EngineKeys | None = None,
         argv: Sequence[str] = (),
+        num_workers: int = 1,
     ) -> None:
         self.keys, self.about = keys, About(argv=argv)
-        self.is_stopped = False
+        self.is_stopped, self._num_workers = False, num_workers
         self.faults = Faults()
         self.calls: list[str] = []  # control routes in order of arrival, with the query
         self.num_connections = 0
         self._complete, self._token_s, self._at_once = complete, token_s, requests_at_once
+        self._score = score
         self._receiver: BucketReceiver | None = None
+        self._worker = threading.Lock()  # vLLM's workers take one call after another
         self.weights: dict[str, torch.Tensor] = {}  # what the newest update brought
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # something that a running request looks at
@@ -243,8 +255,9 @@ class FakeEngine:
             from vime.weights.transports import make_receiver
 
             init_info = msgspec.json.decode(body, type=_Connect).init_info
-            self._receiver = make_receiver(str(init_info["transport"]), torch.device("cpu"))
-            self._receiver.connect(init_info, 0)
+            with self._worker:
+                self._receiver = make_receiver(str(init_info["transport"]), torch.device("cpu"))
+                self._receiver.connect(init_info, 0)
         elif route == UPDATE_ROUTE:
             return 200, self._update(msgspec.json.decode(body, type=_Update))
         elif route == WEIGHTS_ROUTE:
@@ -265,17 +278,25 @@ class FakeEngine:
             raise RuntimeError(f"{UPDATE_ROUTE}: an update is {'open' if is_first else 'not open'}")
         if is_first:
             self._pause(asked.pause_mode)
-            self._receiver.start()
+        with self._worker:
+            return self._load(self._receiver, asked)
+
+    def _load(self, receiver: BucketReceiver, asked: _Update) -> BucketResult | LastBucketResult:
+        """The worker's part of an update."""
+        update_info = asked.update_info
+        receiver.check_call(update_info)
+        if update_info["index"] == 0:
+            receiver.start()
             self.weights = {}
         self._is_updating = False
-        for pairs in self._receiver.receive(update_info):
+        for pairs in receiver.receive(update_info):
             self.weights.update(pairs)
         self._is_updating = not is_last(update_info)
         if self._is_updating:
             return {"pause_s": 0.0, "confirm_s": 0.0}
-        self._receiver.finish()
+        receiver.finish()
         with self._changed:
-            self._version, self._content_hash = str(asked.version), self._receiver.content_hash
+            self._version, self._content_hash = str(asked.version), receiver.content_hash
             self._is_discarded = False
             self._changed.notify_all()
         return {"pause_s": 0.0, "confirm_s": 0.0, **self._held()}
@@ -285,7 +306,7 @@ class FakeEngine:
         content_hash = "0" * 32 if self.faults.wrong_hash or received is None else received.content_hash
         return {
             "weight_version": self.faults.wrong_version or self._version,
-            "workers": [{"content_hash": content_hash, "num_tensors": len(self.weights)}],
+            "workers": [{"content_hash": content_hash, "num_tensors": len(self.weights)}] * self._num_workers,
         }
 
     def _pause(self, mode: str) -> None:
@@ -366,11 +387,14 @@ class FakeEngine:
         ]
         total = sum(min(len(tokens), produced) for tokens, _ in completions)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": total, "total_tokens": len(prompt) + total}
-        scores = [None, *({str(token): {"logprob": -1.0}} for token in prompt[1:])]
+        scores = None
+        if params.prompt_logprobs is not None:
+            scored = zip(prompt[1:], self._score(prompt), strict=True)
+            scores = [None, *({str(token): {"logprob": log_prob}} for token, log_prob in scored)]
         return 200, {
             "request_id": request_id,
             "choices": choices,
-            "prompt_logprobs": scores if params.prompt_logprobs is not None else None,
+            "prompt_logprobs": scores,
             "usage": usage,
         }
 

@@ -59,6 +59,12 @@ def flag_names(flags: Sequence[str]) -> list[str]:
     return [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
 
 
+def value_of(flags: Sequence[str], name: str) -> str | None:
+    """Return what a flag was given last, which is what counts; None when it was not given."""
+    given = [values[0] for each, values in _given(flags) if each == name and values]
+    return given[-1] if given else None
+
+
 def refuse_owned(flags: Sequence[str], owned: Mapping[str, str], *, prefix: str, whose: str) -> None:
     """ConfigError for a flag that the run itself decides. `owned`: by which flag of Vime (empty: by none)."""
     for name in flag_names(flags):

@@ -13,11 +13,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from vime.backends.vllm_utils.flag_values import FlagShape, check_values, flag_names, refuse_owned
+from vime.backends.vllm_utils.flag_values import FlagShape, check_values, flag_names, refuse_owned, value_of
 from vime.backends.vllm_utils.guard import DIE_WITH_PARENT
 from vime.backends.vllm_utils.plugin import BACKEND
 from vime.backends.vllm_utils.routes import MAX_ADAPTERS
@@ -29,6 +30,7 @@ from vime.utils.heap import KEEP_FREED_MEMORY, LARGE_BLOCK_BYTES, MMAP_THRESHOLD
 
 SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 CPU_SERVER_MODULE = "vime.backends.vllm_utils.cpu_server"  # the same, started in half the time
+FOLLOWER_MODULE = "vime.backends.vllm_utils.follower"
 PLUGIN = "vime_weight_transfer"  # the entry point's name in setup.py
 MIDDLEWARE = "vime.backends.vllm_utils.routes.EngineMiddleware"
 WORKER_EXTENSION = "vime.backends.vllm_utils.weight_transfer.UpdateWorker"
@@ -55,6 +57,11 @@ OWNED_FLAGS = {
     "--weight-transfer-config": "--update-weight-transport",
     "--worker-extension-cls": "",
     "--tensor-parallel-size": "--rollout-num-gpus-per-engine",
+    "--nnodes": "--rollout-num-gpus-per-engine",
+    "--node-rank": "--rollout-num-gpus-per-engine",
+    "--master-addr": "",
+    "--master-port": "",
+    "--headless": "",
     "--dtype": "--bf16",
     "--max-model-len": "--rollout-max-context-len",
     "--logprobs-mode": "",
@@ -102,11 +109,29 @@ DEFAULT_ENV_GPU_FP32 = {
 }
 
 
-def engine_command(config: Config, *, index: int, host: str, port: int) -> list[str]:
-    """Command line of engine number `index`; user flags come last."""
-    rollout, cluster = config.rollout, config.cluster
-    on_cpu = cluster.device == "cpu"
-    module = config.debug.debug_engine_module or (CPU_SERVER_MODULE if on_cpu else SERVER_MODULE)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one node has of an engine that is on several: vLLM's workers on it. The first has the server too."""
+
+    number: int
+    of: int
+    address: str  # where all parts meet: a free port on the first one's node
+    port: int
+
+    @property
+    def flags(self) -> list[str]:
+        meet = ["--master-addr", self.address, "--master-port", str(self.port)]
+        flags = ["--nnodes", str(self.of), "--node-rank", str(self.number), *meet]
+        return [*flags, "--headless"] if self.number else flags
+
+
+def engine_command(config: Config, *, index: int, host: str, port: int, part: Part | None = None) -> list[str]:
+    """Command line of engine number `index`, or of a part of it; user flags come last."""
+    rollout, on_cpu = config.rollout, config.cluster.device == "cpu"
+    module = CPU_SERVER_MODULE if on_cpu else SERVER_MODULE
+    if part is not None and part.number:
+        module = FOLLOWER_MODULE
+    module = config.debug.debug_engine_module or module
     command = [sys.executable, "-m", module]
     command += ["--model", config.model.hf_checkpoint, "--host", host, "--port", str(port)]
     command += ["--served-model-name", SERVED_MODEL, "--dtype", "bfloat16" if config.parallel.bf16 else "float32"]
@@ -129,22 +154,50 @@ def engine_command(config: Config, *, index: int, host: str, port: int) -> list[
     cache_bytes = config.engine.vllm_kv_cache_memory_bytes or (KV_CACHE_BYTES_CPU if on_cpu else None)
     if cache_bytes is not None:
         command += ["--kv-cache-memory-bytes", str(cache_bytes)]
-    if on_cpu:
-        command += ["--enforce-eager"]
-        if not config.debug.reference_mode:  # there one sequence runs at a time and nothing is shared
-            command += ["--block-size", str(BLOCK_SIZE_CPU)]
-        if has_latent_attention(config.model.hf_checkpoint):
-            command += ["--attention-backend", LATENT_BACKEND_CPU, "--compilation-config", json.dumps(LATENT_OPS_CPU)]
-        if rollout.n_samples_per_prompt > MAX_NUM_SEQS_CPU and not config.debug.reference_mode:
-            # a group is one request, refused above this limit
-            command += ["--max-num-seqs", str(rollout.n_samples_per_prompt)]
-    else:
-        command += ["--tensor-parallel-size", str(cluster.rollout_num_gpus_per_engine)]
-        if cluster.colocate:  # vLLM's CPU build refuses the flag; its /sleep keeps the states and frees nothing
-            command += ["--enable-sleep-mode"]
-        if config.algo.use_rollout_routing_replay:  # on the CPU the engine refuses it: it needs model runner V2, Triton
-            command += ["--enable-return-routed-experts"]
+    command += _cpu_flags(config) if on_cpu else _gpu_flags(config)
+    if part is not None or not on_cpu:
+        command += ["--tensor-parallel-size", str(tensor_parallel_size(config))]
+    if part is not None:
+        command += part.flags
     return [*command, *config.vllm_flags]
+
+
+def _cpu_flags(config: Config) -> list[str]:
+    flags = ["--enforce-eager"]
+    if not config.debug.reference_mode:  # there one sequence runs at a time and nothing is shared
+        flags += ["--block-size", str(BLOCK_SIZE_CPU)]
+    if has_latent_attention(config.model.hf_checkpoint):
+        flags += ["--attention-backend", LATENT_BACKEND_CPU, "--compilation-config", json.dumps(LATENT_OPS_CPU)]
+    if config.rollout.n_samples_per_prompt > MAX_NUM_SEQS_CPU and not config.debug.reference_mode:
+        # a group is one request, refused above this limit
+        flags += ["--max-num-seqs", str(config.rollout.n_samples_per_prompt)]
+    return flags
+
+
+def _gpu_flags(config: Config) -> list[str]:
+    flags = list[str]()
+    if config.cluster.colocate:  # vLLM's CPU build refuses the flag; its /sleep keeps the states and frees nothing
+        flags += ["--enable-sleep-mode"]
+    if config.algo.use_rollout_routing_replay:  # on the CPU the engine refuses it: it needs model runner V2, Triton
+        flags += ["--enable-return-routed-experts"]
+    return flags
+
+
+def tensor_parallel_size(config: Config) -> int:
+    """Return over how many GPUs of an engine each layer is cut: all of a stage of its pipeline. ConfigError when its
+    GPUs cannot be divided into --vllm-pipeline-parallel-size stages."""
+    size, stages = config.cluster.rollout_num_gpus_per_engine, pipeline_stages(config)
+    if size % stages:
+        raise ConfigError(
+            f"--vllm-pipeline-parallel-size {stages}: an engine has {size} GPU (--rollout-num-gpus-per-engine), which "
+            f"are not so many equal stages. Expected a divisor of {size}. Change one of the two."
+        )
+    return size // stages
+
+
+def pipeline_stages(config: Config) -> int:
+    """Return what the user's flags of vLLM say, whose values have been checked."""
+    return int(value_of(config.vllm_flags, "--pipeline-parallel-size") or 1)
 
 
 def adapter_flags(lora: LoraConfig) -> list[str]:
@@ -195,6 +248,7 @@ def validate_vllm_flags(config: Config) -> None:
                 "sequence at a time, without a prefix cache. Leave one of the two out."
             )
     check_values(config.vllm_flags, installed_flags(), prefix="--vllm-", whose=f"vLLM {_vllm_version()}")
+    tensor_parallel_size(config)
 
 
 def installed_flags() -> dict[str, FlagShape]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from vime.backends.vllm_utils import guard
@@ -20,6 +21,7 @@ from vime.utils.waits import waiting
 logger = logging.getLogger(__name__)
 
 SHOWN_LOG_LINES = 30
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 POLL_S = 0.1
 PROBE_TIMEOUT_S = 2.0
 STOP_MARGIN_S = 5.0
@@ -75,11 +77,13 @@ class ServerProcess:
             )
         logger.info("%s: started, pid %d, log %s", self.name, self._child.pid, self.log_path)
 
-    def wait_ready(self, deadline_s: float) -> None:
-        """Return when the server responds. EngineLostError when it ends instead; WaitTimeoutError at the deadline."""
+    def wait_ready(self, deadline_s: float, on_poll: Callable[[], None] = lambda: None) -> None:
+        """Return when the server responds. EngineLostError when it ends instead; WaitTimeoutError at the deadline.
+        `on_poll` is called all the time, and may raise."""
         started = time.monotonic()
         with waiting(f"the server of {self.name} to be ready", deadline_s=deadline_s):
             while True:
+                on_poll()
                 self.check()
                 try:
                     if self._http.call("GET", self._ready_url, deadline_s=PROBE_TIMEOUT_S).status == 200:
@@ -117,9 +121,10 @@ class ServerProcess:
             got = f"{error} (--engine-health-timeout-secs)"
         except HttpFailure as error:
             got = str(error)
+            child = self._child  # none when another thread has stopped it meanwhile
             with contextlib.suppress(subprocess.TimeoutExpired):  # the server may be gone, and its guard clears up
-                assert self._child is not None, "it was checked"
-                self._child.wait(GUARD_ENDS_S)
+                if child is not None:
+                    child.wait(GUARD_ENDS_S)
         self.check()  # it may have ended meanwhile, which says more
         raise EngineLostError(
             f"{self.name} lives (pid {self.pid}) but does not work: GET {url} got {got}, expected status 200 at any "
@@ -151,16 +156,20 @@ class ServerProcess:
             child.stdin.close()
 
     def log_tail(self) -> str:
-        """The last lines of the log file."""
+        """Return the last lines of the log file, without the colours that the router writes into it."""
         try:
             lines = self.log_path.read_text(errors="replace").splitlines()
         except OSError as error:
             return f"(log cannot be read: {error})"
-        return "\n".join(lines[-SHOWN_LOG_LINES:])
+        return COLOUR.sub("", "\n".join(lines[-SHOWN_LOG_LINES:]))
 
 
 def server_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with `changes`, and with this interpreter's scripts first on PATH."""
-    env = {**os.environ, **changes}
+    """This process's environment with `changes`, and with this interpreter's scripts first on PATH.
+
+    The first variable is one that no server changes. setproctitle looks for the command line in front of it, and gives
+    no title where it was changed; Ray gives its workers their variables in any order. `SPT_NOENV` itself keeps titles
+    out of the environment, which tests and chaos read."""
+    env = {"SPT_NOENV": "1", **os.environ, **changes}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     return env

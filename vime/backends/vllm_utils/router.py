@@ -1,4 +1,4 @@
-"""The life of vllm-router: one address for all engines. Data only.
+"""The life of a vllm-router: one address for all engines. Data only.
 
 It drops query strings and sends a control call to one engine of its choice: control goes to each engine (control.py).
 """
@@ -18,7 +18,7 @@ from vime.config.deadlines import request_deadline_s
 from vime.config.parse import Config
 from vime.types import ConfigError, EngineAddress, EngineLostError
 from vime.utils.http import HttpFailure
-from vime.utils.network import free_port, port_is_free
+from vime.utils.network import LOOPBACK, free_port, port_is_free
 from vime.utils.waits import waiting
 
 OWNED_FLAGS = {  # what the run itself decides, and the flag of Vime that decides it (empty: none does)
@@ -39,7 +39,8 @@ AT_LEAST_ONE = (
     *("--health-check-interval-secs", "--cb-failure-threshold", "--cb-success-threshold", "--max-payload-size"),
     *("--max-concurrent-requests", "--retry-backoff-multiplier", "--rate-limit-tokens-per-second"),
 )
-PORTS = ("--prometheus-port", "--service-discovery-port")
+METRICS_PORT = "--prometheus-port"
+PORTS = (METRICS_PORT, "--service-discovery-port")
 
 # The router's own defaults look at a worker every 30 s at start and every 60 s later, and two routers on a host collide
 # on the metrics port. The health time-out is long because an engine may share its core with the trainer.
@@ -61,15 +62,23 @@ class RouterProcess(ServerProcess):
     """Router in front of `engines`, all of which must be ready."""
 
     def __init__(
-        self, config: Config, engines: Sequence[EngineAddress], *, run_dir: Path, host: str = "127.0.0.1"
+        self,
+        config: Config,
+        engines: Sequence[EngineAddress],
+        *,
+        run_dir: Path,
+        name: str = "router",
+        port: int | None = None,
+        host: str = LOOPBACK,
     ) -> None:
+        """`port`: where it listens; None: at --vllm-router-port, or a free one."""
         self.host = host
-        self.port = config.engine.vllm_router_port or free_port(host)
+        self.port = port or config.engine.vllm_router_port or free_port(host)
         super().__init__(
-            "router",
+            name,
             router_command(config, engines, host=host, port=self.port),
             env=server_environment({}),
-            log_path=run_dir / "logs" / "vllm-router.log",
+            log_path=run_dir / "logs" / f"vllm-{name}.log",
             ready_url=f"http://{host}:{self.port}/readiness",
         )
 
@@ -120,11 +129,11 @@ def router_command(config: Config, engines: Sequence[EngineAddress], *, host: st
     longest_s = request_deadline_s(config)
     defaults = {
         **DEFAULT_FLAGS,
-        "--prometheus-port": str(free_port(host)),
+        METRICS_PORT: str(free_port(host)),
         "--request-timeout-secs": str(max(1, int(longest_s))),
     }
     command = [sys.executable, "-m", "vllm_router.launch_router", "--host", host, "--port", str(port)]
-    command += ["--policy", config.engine.vllm_router_policy]
+    command += ["--policy", config.engine.vllm_router_policy or "round_robin"]
     for name, value in defaults.items():
         if name not in given:
             command += [name, value]
@@ -135,6 +144,12 @@ def validate_router_flags(config: Config) -> None:
     """ConfigError for a --router-* flag that the run owns, that the installed router does not have, or whose value is
     impossible; before any process starts."""
     refuse_owned(config.router_flags, OWNED_FLAGS, prefix="--router-", whose="the router's")
+    count = config.engine.vllm_router_count
+    if count > 1 and METRICS_PORT in flag_names(config.router_flags):
+        raise ConfigError(
+            f"--router-prometheus-port with --vllm-router-count {count}: all routers would use this one port, expected "
+            "one for each. Leave it out, and each takes a free one, or use one router."
+        )
     if config.router_flags:
         check_values(config.router_flags, _installed_flags(), prefix="--router-", whose="vllm-router")
 

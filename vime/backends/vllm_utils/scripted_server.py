@@ -1,9 +1,10 @@
 """The scripted engine as a process: `python -m vime.backends.vllm_utils.scripted_server`, vLLM's place in a real run.
 
 `--debug-engine-module vime.backends.vllm_utils.scripted_server` starts it instead of vLLM, with vLLM's command line
-(of which it reads --model, --host and --port), as the same child of the same actor behind the same router. Everything
-but the model is real: weights arrive and are hashed, pauses and aborts happen, completions carry versions. It starts in
-a second, so that fault tests can afford hundreds of runs, and at a set pace, so that a long tail can be benchmarked.
+(of which it reads --model, --host, --port and what says that it is on several nodes), as the same child of the same
+actor behind the same router. Everything but the model is real: weights arrive and are hashed, pauses and aborts happen,
+completions carry versions. It starts in a second, so that fault tests can afford hundreds of runs, and at a set pace,
+so that a long tail can be benchmarked.
 
 A completion is a function of the prompt, the request's seed if it has one, the sample's number and the weights (their
 hash): the same weights complete alike in every run, other weights otherwise, but equally long, so that two schedules of
@@ -17,15 +18,17 @@ training can be compared on the same work. Environment:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import math
 import os
 import random
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.fake import CompletionRequest, FakeEngine
@@ -35,6 +38,7 @@ from vime.types import ConfigError
 PACE = "VIME_SCRIPTED_TOKENS_PER_SECOND"
 AT_ONCE = "VIME_SCRIPTED_REQUESTS_AT_ONCE"
 LOADS_FIRST = "VIME_SCRIPTED_LOADS_FIRST"
+MEET_POLL_S = 0.1
 MEDIAN_SHARE = 1 / 8
 """Median length of a completion, as a share of max_tokens."""
 SPREAD = math.log(4) / 1.2816
@@ -76,10 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="model directory: its config.json says which tokens there are")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--master-addr")
+    parser.add_argument("--master-port", type=int)
+    parser.add_argument("--headless", action="store_true", help="a part of an engine on a further node")
     arguments, _ = parser.parse_known_args(argv)
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
+    if arguments.headless:
+        return follow(arguments.master_addr, arguments.master_port, stopped)
     try:
         complete, token_s, at_once = LongTailed(arguments.model), pace(), requests_at_once()
     except ConfigError as error:
@@ -94,13 +105,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         requests_at_once=at_once,
         keys=EngineKeys.from_environment(os.environ),
         argv=sys.argv[1:] if argv is None else argv,
+        num_workers=arguments.tensor_parallel_size,
     )
     if os.environ.get(LOADS_FIRST):
         importlib.import_module("vime.weights.transports")
-    with engine:
+    with gathered(arguments.nnodes - 1, arguments.master_addr, arguments.master_port, stopped), engine:
         # what the first weights need, while the trainer builds its model
         threading.Thread(target=importlib.import_module, args=("vime.weights.transports",), daemon=True).start()
         stopped.wait()
+    return 0
+
+
+@contextlib.contextmanager
+def gathered(num_followers: int, host: str | None, port: int | None, stopped: threading.Event) -> Iterator[None]:
+    """The block begins when the engine's parts on all further nodes have come, and none is needed in it: like vLLM's
+    server, this one does not notice when one goes."""
+    with contextlib.ExitStack() as stack:
+        if num_followers:
+            listening = stack.enter_context(socket.create_server((host or "", port or 0)))
+            listening.settimeout(MEET_POLL_S)
+        while num_followers and not stopped.is_set():
+            with contextlib.suppress(TimeoutError):
+                stack.enter_context(listening.accept()[0])
+                num_followers -= 1
+        yield
+
+
+def follow(host: str, port: int, stopped: threading.Event) -> int:
+    """Be a part of an engine on a further node, until SIGTERM or SIGINT: like vLLM's, it stays when the first is
+    gone."""
+    with contextlib.ExitStack() as stack:
+        is_there = False
+        while not stopped.wait(MEET_POLL_S):
+            if not is_there:
+                with contextlib.suppress(OSError):  # it does not listen yet
+                    stack.enter_context(socket.create_connection((host, port), timeout=MEET_POLL_S))
+                    is_there = True
     return 0
 
 

@@ -26,6 +26,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from vime.backends.vllm_utils.routes import WorkerWeights, adapter_id
 from vime.config.lora import AdapterInfo
@@ -94,6 +95,7 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         self._freed_by_generation.give_back()  # the update needs its largest tensors three times
         self._connected.start()
         self._received, self._has_model, self._sinks = set(), False, {}
+        forget_half_loaded(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
@@ -124,6 +126,9 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         if self.device.type == "cpu":
             refresh_packed_copies(self.model)
             self._freed_by_update.give_back()
+
+    def check_call(self, update_info: UpdateInfo) -> None:
+        self._connected.check_call(update_info)
 
     def receive_adapter(self, update_info: UpdateInfo) -> None:
         """Keep one bucket of an adapter; the model is not touched."""
@@ -172,6 +177,7 @@ class UpdateWorker:
 
     def vime_update_weights(self, update_info: UpdateInfo) -> WorkerWeights:
         """Load a bucket; an update begins with its first and ends with its last. Returns `vime_weight_report`."""
+        self.weight_transfer_engine.check_call(update_info)
         if update_info["index"] == 0:
             self.start_weight_update()
         self.update_weights(update_info)
@@ -218,6 +224,15 @@ def by_expert(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]
     if not prefix or part not in STACKED:
         return [(name, tensor)]
     return [(f"{prefix}.mlp.experts.{number}.{STACKED[part]}", expert) for number, expert in enumerate(tensor)]
+
+
+def forget_half_loaded(model: torch.nn.Module) -> None:
+    """Drop what an update that was cut short has left in layers that wait for the rest of their tensors. vLLM would
+    count them twice, and take a layer for whole that lacks some."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel, info.loaded_weights = 0, []
 
 
 def load_sinks(model: torch.nn.Module, sinks: dict[str, torch.Tensor]) -> None:

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.rows import make_row
-from vime.batching.pack import pack
-from vime.batching.prefixes import Heads, share_prompts
+from vime.batching.pack import Heads, pack, share_prompts
 
 ROWS = [
     make_row(0, prompt=(7, 8), response=(1,)),
