@@ -7,6 +7,7 @@
 # without it the same round trained in another life may differ in the last bit of a gradient (docs/log.md).
 # MODEL=DIR: made by benchmarks/agent_sdks/chat_model.py before.
 # WORKERS=2: rollout workers in processes of their own, each with its server of sessions, which are killed too.
+# ENGINES=2: of several engines, one that is killed gives its requests to the others and starts again alone.
 # MODE=external: the run has a gateway for jobs outside, which is killed too. Default: streaming.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -34,6 +35,7 @@ FLAGS=(
   --agent-command "$PYTHON benchmarks/agent_sdks/launch.py" --agent-timeout-secs 120 --agent-tool-parser hermes
   --engine-health-interval-secs 1 --engine-health-timeout-secs 5
 )
+[ -z "${ENGINES:-}" ] || FLAGS+=(--rollout-num-engines "$ENGINES")
 [ -z "${WORKERS:-}" ] || FLAGS+=(--num-rollout-workers "$WORKERS")
 judge() { "$PYTHON" -m benchmarks.agent_sdks.judge "$1" "$1/journal" --rounds "$ROUNDS" --groups $GROUPS_A_ROUND --samples $SAMPLES; }
 

@@ -14,8 +14,8 @@ from vime.backends.vllm_utils.control import FleetControl
 from vime.config.deadlines import update_deadline_s
 from vime.config.lora import AdapterInfo
 from vime.config.parse import Config
-from vime.types import EngineAddress, Version
-from vime.weights.publish import PublishReport, publish
+from vime.types import EngineAddress, PublishError, Version
+from vime.weights.publish import PublishReport, publish, publish_error
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,14 @@ class Publisher:
             directory=directory,
             timeout_s=self._deadline_s,
         )
-        self._sender.connect(self._fleet)
+        try:
+            self._sender.connect(self._fleet)
+        except Exception as error:
+            self.close()
+            if isinstance(error, PublishError):
+                raise
+            what = "the engines could not be connected for weight updates"
+            raise publish_error(error, what, "They have the weights that they had.") from error
 
     def reaches(self, engines: Sequence[EngineAddress]) -> bool:
         """Whether these are the engines that it sends to."""

@@ -14,12 +14,14 @@ def in_background(name: str, call: Callable[[], R]) -> Future[R]:
     """Run `call` in a new daemon thread. Threads of an executor are joined when Python ends, so one that waits for a
     peer that never comes would keep the process."""
     future: Future[R] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # boundary: whoever asks for the result gets it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=_run, args=(future, call), name=name, daemon=True).start()
     return future
+
+
+def _run(future: Future[R], call: Callable[[], R]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # boundary: whoever asks for the result gets it
+        future.set_exception(error)
+    finally:  # the error has this frame: it would keep what the call holds until Python looks for cycles
+        del future, call

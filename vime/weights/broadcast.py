@@ -4,8 +4,9 @@ One process group outside torch's default one: the sender is rank 0, engine work
 gloo carries CPU memory over TCP; nccl is the same with buffers on the GPU. vLLM's stock NCCL engine is not used
 because it cannot say what it received: this one hashes every bucket before it is loaded.
 
-A group in which a broadcast failed is given up for good: the sender says so in the group's store, and a receiver that
-waits for bytes over gloo looks there, so that it can join the next group (decision 0039).
+A group that could not be made, or in which a broadcast failed, is given up for good: the sender says so in the group's
+store, and a receiver that waits over gloo, for the others to join or for bytes, looks there, so that it can join the
+next group (decision 0039).
 
 nccl has not run yet between two GPUs (docs/never-run.md); what it adds to gloo's code is `_device`, `_completion` and
 the group.
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -38,6 +39,7 @@ from vime.weights.rendezvous import join_store, open_store
 from vime.weights.update_info import UpdateInfo
 from vime.weights.wire import BucketReceiver, BucketSender, Deliver, update_to_wire
 
+R = TypeVar("R")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GIVEN_UP = "given-up"  # the key in the store of a group
 LOOK_S = 0.5
@@ -68,8 +70,8 @@ class BroadcastSender(BucketSender):
         self._name = secrets.token_hex(8)
         worlds = fleet.world_sizes()
         world_size = 1 + sum(worlds)
-        timeout = timedelta(seconds=self._timeout_s)
         address = local_address(fleet.addresses[0].url)
+        timeout = timedelta(seconds=self._timeout_s)
         self._store = open_store(address, 0, world_size, timeout=timeout)
         infos = [
             {
@@ -83,8 +85,25 @@ class BroadcastSender(BucketSender):
             }
             for position in range(len(worlds))
         ]
+        try:
+            # A connection of its own: while the group waits for an engine there, nothing else can be said on it.
+            store = join_store(address, self._store.port, world_size, timeout=timeout)
+            self._group = self._meet(fleet, infos, store, world_size, address)
+        except BaseException:
+            self._say_given_up()
+            raise
+
+    def _meet(
+        self,
+        fleet: EngineControl,
+        infos: Sequence[Mapping[str, object]],
+        store: dist.Store,
+        world_size: int,
+        address: str,
+    ) -> BroadcastGroup | None:
         meeting: Future[BroadcastGroup | None] = in_background("weight-connect", partial(fleet.init_transfer, infos))
-        join = partial(_make_group, _device(self._backend), self._store, 0, world_size, address, timeout)
+        timeout = timedelta(seconds=self._timeout_s)
+        join = partial(_make_group, _device(self._backend), store, 0, world_size, address, timeout)
         joining: Future[BroadcastGroup | None] = in_background("weight-connect", join)
         # The first to fail ends both: rank 0 would wait for an engine that could not join until the timeout.
         with waiting("the engines to join the broadcast group", "engine", deadline_s=self._timeout_s):
@@ -95,7 +114,12 @@ class BroadcastSender(BucketSender):
         if len(done) < 2:
             advice = "Raise --update-weight-timeout-secs, or check that the hosts reach each other."
             raise WaitTimeoutError("the engines to join the broadcast group", self._timeout_s, "weights", advice)
-        self._group = joining.result()
+        return joining.result()
+
+    def _say_given_up(self) -> None:
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the failure that is raised explains more
+                self._store.set(GIVEN_UP, "")
 
     def close(self) -> None:
         self._group = self._store = None
@@ -125,10 +149,8 @@ class BroadcastSender(BucketSender):
                 self._wait(answer, answer)
         except BaseException:
             self._group = None
-            if self._store is not None:
-                with contextlib.suppress(RuntimeError):  # the failure that is raised explains more
-                    self._store.set(GIVEN_UP, "")
-            _give_up(group, self._backend)
+            self._say_given_up()
+            _give_up(group, self._backend, [] if travelling is None else [travelling])
             raise
 
     def _wait(self, awaited: Future[object], answer: Future[object]) -> None:
@@ -175,10 +197,15 @@ class BroadcastReceiver(BucketReceiver):
     def connect(self, init_info: Mapping[str, object], worker_rank: int) -> None:
         told = msgspec.convert(init_info, _ConnectInfo)
         timeout = timedelta(seconds=told.timeout_s)
-        store = join_store(told.master_address, told.master_port, told.world_size, timeout=timeout)
+        self._group = None
+        # Two connections: while the group waits for a peer at one of them, nothing else can be asked there.
+        store, self._store = (
+            join_store(told.master_address, told.master_port, told.world_size, timeout=timeout) for _ in range(2)
+        )
         rank, own = told.rank_offset + worker_rank, local_address(f"http://{told.master_address}")
-        self._group = _make_group(_device(self.backend), store, rank, told.world_size, own, timeout)
-        self._store, self._name = store, told.group
+        make = partial(_make_group, _device(self.backend), store, rank, told.world_size, own, timeout)
+        self._group = make() if self.backend == "nccl" else self._unless_given_up(make)
+        self._name = told.group
 
     def close(self) -> None:
         self._group = self._store = None
@@ -195,27 +222,33 @@ class BroadcastReceiver(BucketReceiver):
                 buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=_device(self.backend))
                 travelling.append((bucket, buffer, _broadcast(group, buffer)))
                 if len(travelling) == 2:
-                    yield self._arrived(*travelling.popleft())
+                    yield self._arrived(travelling)
             while travelling:
-                yield self._arrived(*travelling.popleft())
+                yield self._arrived(travelling)
         except BaseException:
             self._group = None
             if self.backend == "gloo":
-                _keep(group)
+                _give_up(group, self.backend, [in_background("weight-broadcast", work.wait) for *_, work in travelling])
             raise
 
-    def _arrived(self, bucket: Bucket, buffer: torch.Tensor, work: dist.Work) -> list[torch.Tensor]:
-        """Return the tensors of a bucket. PublishError when the sender has given the group up, or has ended, before the
-        bytes came: gloo itself would wait until its deadline."""
+    def _arrived(self, travelling: deque[tuple[Bucket, torch.Tensor, dist.Work]]) -> list[torch.Tensor]:
+        """Return the tensors of the first bucket, and take it off the list when it is here."""
+        bucket, buffer, work = travelling[0]
         if buffer.device.type != "cpu":
             work.wait()
-            return [slot.view(buffer) for slot in bucket.slots]
-        travelling = in_background("weight-broadcast", work.wait)
-        while not wait([travelling], timeout=LOOK_S).done:
+        else:
+            self._unless_given_up(work.wait)
+        travelling.popleft()
+        return [slot.view(buffer) for slot in bucket.slots]
+
+    def _unless_given_up(self, call: Callable[[], R]) -> R:
+        """Return what `call` returns. PublishError when the sender gives the group up, or ends, before that: gloo
+        itself would wait until its deadline."""
+        calling = in_background("weight-broadcast", call)
+        while not wait([calling], timeout=LOOK_S).done:
             if self._is_given_up():
                 raise PublishError("the sender has given up the broadcast group of this weight update.")
-        travelling.result()
-        return [slot.view(buffer) for slot in bucket.slots]
+        return calling.result()
 
     def _is_given_up(self) -> bool:
         try:
@@ -281,19 +314,25 @@ def _broadcast(group: BroadcastGroup, buffer: torch.Tensor) -> dist.Work:
     return group.broadcast([buffer], options)
 
 
-def _give_up(group: BroadcastGroup, backend: str) -> None:
+def _give_up(group: BroadcastGroup, backend: str, under_way: Sequence[Future[object]]) -> None:
     """Leave a group in whose broadcast no engine may take part any more, so that the error comes out now and the
-    process can save and end: deleting the group waits for the broadcast, until the timeout or until the engines are
-    stopped. So it is never deleted, not even when Python ends and empties its modules. NCCL's has a watchdog that ends
-    the process when the broadcast is late."""
-    _keep(group)
+    process can save and end: deleting the group waits for `under_way`, until the timeout or until the engines are
+    stopped.
+
+    gloo's is deleted behind that, by a thread that dies with the process. Left alone, its loop turns without rest
+    in every third such group: it is told again and again that a peer is gone. NCCL's is never deleted, not even when
+    Python ends and empties its modules; it has a watchdog that ends the process when the broadcast is late."""
     if backend == "nccl":
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         in_background("weight-abort", group.abort)
+        return
+    held = [group]
 
+    def delete() -> None:
+        wait(under_way)
+        held.clear()
 
-def _keep(group: BroadcastGroup) -> None:
-    """Have a group never deleted."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    in_background("weight-group-end", delete)
 
 
 def _completion(work: dist.Work, device: torch.device) -> Callable[[], object]:

@@ -85,11 +85,18 @@ def publish(
         _drain(stream)
         if isinstance(error, PublishError):
             raise
-        kind = PublishLostError if may_pass(error) else PublishError
-        raise kind(
-            f"weight update to version {version} failed: {type(error).__name__}: {str(error).rstrip('.')}. The engines "
-            "stay paused; they must be restarted before they serve again."
+        raise publish_error(
+            error,
+            f"weight update to version {version} failed",
+            "The engines stay paused; they must be restarted before they serve again.",
         ) from error
+
+
+def publish_error(error: Exception, what: str, then: str) -> PublishError:
+    """Return what to raise because of `error`: a PublishLostError where the same may work with the engines that are
+    left."""
+    kind = PublishLostError if may_pass(error) else PublishError
+    return kind(f"{what}: {type(error).__name__}: {str(error).rstrip('.')}. {then}")
 
 
 def _publish(

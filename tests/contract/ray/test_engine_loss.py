@@ -3,13 +3,16 @@
 import asyncio
 import os
 import signal
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from tests.helpers.fleet import has_ended
+from vime.backends.vllm_utils.control import FleetControl
 from vime.observability.events import read_events
 from vime.ray.publisher import Publisher
 from vime.rollout.engine_client import EngineClient
@@ -158,6 +161,32 @@ def test_an_engine_that_dies_in_a_broadcast_is_left_out_of_the_next_group_which_
     fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
     assert fleet.publish(2) == ["engine-0", "engine-1", "engine-2"]
     assert fleet.versions(8) == {"2"}
+
+
+def test_an_engine_that_dies_while_a_broadcast_group_is_made_is_left_out_of_the_next_group(
+    start_fleet, monkeypatch
+) -> None:
+    """As when a node with several engines dies: the first is lost in an update, the next in the group made after it."""
+    fleet = start_fleet(3, "--update-weight-transport", "gloo")
+    fleet.publish(0)
+    fleet.server(2).kill()
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-2")])
+    victim, init_transfer = fleet.server(1), FleetControl.init_transfer
+
+    def with_a_death(control: FleetControl, infos: Sequence[Mapping[str, object]]) -> None:
+        if victim.is_running():
+            victim.suspend()  # the others join, and wait for it
+            threading.Timer(1.5, victim.kill).start()
+        init_transfer(control, infos)
+
+    monkeypatch.setattr(FleetControl, "init_transfer", with_a_death)
+    began = time.monotonic()
+    assert fleet.publish(1) == ["engine-0", "engine-2"]
+    assert time.monotonic() - began < 60, "the deadline of an update is 300 s"
+    assert fleet.events()[3:5] == [("engine_lost", "engine-1"), ("engine_readmitted", "engine-2")]
+    assert fleet.versions(8) == {"1"}
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
+    assert fleet.publish(2) == ["engine-0", "engine-1", "engine-2"]
 
 
 def test_an_engine_with_another_version_than_is_served_is_lost(start_fleet) -> None:

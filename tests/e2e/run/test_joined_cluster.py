@@ -170,30 +170,43 @@ def test_a_submitted_job_runs_on_its_cluster(head: Head, tiny_task: TinyTask, tm
 
 
 @pytest.mark.nightly
-def test_the_script_for_slurm_starts_ray_and_a_run_in_its_allocation(tiny_task: TinyTask, tmp_path: Path) -> None:
-    """Stand-ins of `srun` and `scontrol` run everything here; Ray and the run are real."""
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_script_for_slurm_starts_ray_and_a_run_in_its_allocation(
+    nodes: int, tiny_task: TinyTask, tmp_path: Path
+) -> None:
+    """Stand-ins of `srun` and `scontrol` run everything here; Ray and the run are real. Each of two nodes is a Ray node
+    with one CPU, and the run needs both: weights and payloads go from one to the other."""
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "scontrol").write_text("#!/bin/sh\necho 127.0.0.1\n")
+    small = "--num-cpus 1 --object-store-memory 200000000"
     (tools / "srun").write_text(
-        '#!/bin/bash\nwhile [[ $1 == --* ]]; do case $1 in --overlap) shift ;; *) shift 2 ;; esac; done\nexec "$@"\n'
+        "#!/bin/bash\nwhile [[ $1 == --* ]]; do case $1 in --overlap) shift ;; *) shift 2 ;; esac; done\n"
+        f'if ((SLURM_JOB_NUM_NODES > 1)) && [[ $2 == start ]]; then exec "$@" {small}; fi\nexec "$@"\n'
     )
     for tool in tools.iterdir():
         tool.chmod(0o755)
     home = tmp_path / "home"
     home.mkdir()
-    slurm = {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "1"}
+    slurm = {"SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": str(os.getpid() + nodes), "SLURM_JOB_NUM_NODES": str(nodes)}
     flags = [*tiny_task.flags(), *SCRIPTED, "--device", "cpu", "--run-dir", str(tmp_path / "run")]
+    flags += ["--actor-num-nodes", str(nodes), "--update-weight-transport", "gloo"]
     done = subprocess.run(
         ["bash", "examples/launch/slurm.sh", *flags],
         cwd=ROOT,
         env=environment(home, **slurm, SLURM_GPUS_ON_NODE="0", PATH=f"{tools}:{os.environ['PATH']}"),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every promise kept" in done.stdout
     assert len(read_metrics(tmp_path / "run")) == 2
     told = (tmp_path / "run/logs/driver.log").read_text()
-    assert "trainer rank 0, engine-0" in told
+    placed = [line.split(", ") for line in re.findall(r"placement: node .* \(.*\): (.*)", told)]
+    assert len(placed) == nodes
+    assert sorted(part for parts in placed for part in parts) == [
+        "engine-0",
+        *(f"trainer rank {n}" for n in range(nodes)),
+    ]
