@@ -1,4 +1,4 @@
-"""A cluster of one node that `ray start` made, with a home, ports and a temporary directory of its own."""
+"""A cluster that `ray start` made, with a home, ports and a temporary directory of its own."""
 
 from __future__ import annotations
 
@@ -76,6 +76,31 @@ def running_head(home: Path, *, with_dashboard: bool, flags: Sequence[str] = (),
                     process.kill()
             head.wait(60)
         shutil.rmtree(directory)
+
+
+@contextlib.contextmanager
+def joined_node(head: Head, *, num_cpus: int) -> Iterator[psutil.Process]:
+    """One more node of that cluster, as `ray start --address` makes it."""
+    log = head.home / f"node-{free_port()}.out"
+    ports = [f"--{name}={free_port()}" for name in ("dashboard-agent-listen-port", "dashboard-agent-grpc-port")]
+    command = [*RAY, "start", "--block", "--address", head.address, "--num-cpus", str(num_cpus), *ports]
+    with log.open("w") as output:
+        node = subprocess.Popen(
+            [*command, "--object-store-memory=200000000"],
+            env=environment(head.home, PYTHONUNBUFFERED="1", RAY_worker_niceness="0"),
+            cwd=head.home,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    process = psutil.Process(node.pid)
+    try:
+        wait_for_line(log, node, "Ray runtime started")
+        yield process
+    finally:
+        for member in [*process.children(recursive=True), process] if node.poll() is None else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        node.wait(60)
 
 
 def wait_for_line(log: Path, process: subprocess.Popen[bytes], text: str) -> None:

@@ -25,6 +25,7 @@ DRAINS = "gets no new requests"
 STATES = {
     EventKind.ENGINE_LOST: "lost",
     EventKind.ENGINE_STARTING: "starts again",
+    EventKind.ENGINE_WITHOUT_NODE: "waits for a node with room",
     EventKind.ENGINE_READY: "ready for the next update",
     EventKind.ENGINE_READMITTED: "serves",
     EventKind.ENGINE_ADDED: "starts, as was asked",

@@ -46,7 +46,8 @@ def request_deadline_s(config: Config) -> float:
 
 
 def _checkpoint_bytes(config: Config) -> int:
-    files = Path(config.model.hf_checkpoint).expanduser().glob("*.safetensors")
+    directory = Path(config.model.hf_checkpoint).expanduser()
+    files = [*directory.glob("*.safetensors")] or [*directory.glob("*.bin")]
     return sum(file.stat().st_size for file in files)
 
 

@@ -42,6 +42,7 @@ class EventKind(StrEnum):
     WORKER_LOST = "worker_lost"  # worker, prompts, within_s
     ENGINE_LOST = "engine_lost"  # engine, error, start_in_s
     ENGINE_STARTING = "engine_starting"  # engine: it is started again
+    ENGINE_WITHOUT_NODE = "engine_without_node"  # engine: no node of the cluster has room; it starts when one has
     ENGINE_READY = "engine_ready"  # engine: it responds, and gets weights with the next update
     ENGINE_READMITTED = "engine_readmitted"  # engine, version, lost_s
     ENGINE_ADDED = "engine_added"  # engine: one more, asked for by a user; it starts

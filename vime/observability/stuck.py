@@ -17,7 +17,7 @@ from pathlib import Path
 from vime.observability.events import outcome, read_events
 from vime.observability.waits import RunProcess, SeenWait, State, read_run
 from vime.types import DataError
-from vime.utils.waits import JOB, STARTS_AGAIN
+from vime.utils.waits import JOB, NO_NODE, STARTS_AGAIN
 
 SAMPLE_S = 0.5
 PATIENCE_S = 30.0
@@ -28,6 +28,11 @@ GONE_BEFORE_S = 12.0
 GONE_SHARE = 0.5
 """Part of a lease that a job outside may be silent: it is to send a heartbeat every quarter, so it missed two."""
 ROOT = "driver"
+AWAY = {
+    STARTS_AGAIN: "is lost and starts again since {age_s:.0f} s",
+    NO_NODE: "is lost, and no node of the cluster has room for it since {age_s:.0f} s",
+}
+"""What is said of a lost part, by how the driver's work begins."""
 
 
 class Kind(IntEnum):
@@ -90,13 +95,16 @@ def explain(run_dir: Path, *, sample_s: float = SAMPLE_S) -> Verdict:
 def judge(processes: Sequence[RunProcess], ended: str) -> Verdict:
     """`ended`: "finished", "failed: why", or "not finished", as the driver's events have it."""
     driver = next(process for process in processes if process.name == ROOT)
-    again = {
-        work.name.removeprefix(STARTS_AGAIN): work.age_s for work in driver.work if work.name.startswith(STARTS_AGAIN)
+    away = {
+        work.name.removeprefix(begin): how.format(age_s=work.age_s)
+        for work in driver.work
+        for begin, how in AWAY.items()
+        if work.name.startswith(begin)
     }
-    if again and driver.state is not State.DEAD:  # nobody waits for them: others do their work
-        found = _judged([process for process in processes if process.name not in again], ended)
-        back = ", ".join(f"{name} is lost and starts again since {age_s:.0f} s" for name, age_s in again.items())
-        return replace(found, line=f"{found.line}; {back}", processes=tuple(processes))
+    if away and driver.state is not State.DEAD:  # nobody waits for them: others do their work
+        found = _judged([process for process in processes if process.name not in away], ended)
+        told = ", ".join(f"{name} {how}" for name, how in away.items())
+        return replace(found, line=f"{found.line}; {told}", processes=tuple(processes))
     return _judged(processes, ended)
 
 

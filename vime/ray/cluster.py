@@ -48,6 +48,7 @@ QUEUE_CPUS = 0.1
 LEDGER_CPUS = 0.1
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
 CONNECT_TIMEOUT_S = 10.0
+ROOM_POLL_S = 1.0
 ALIVE_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 START_ONE = "Start a cluster with `ray start --head`, or leave the flag out for a local one."
 WORKER_CONNECT_S = "2"
@@ -180,10 +181,41 @@ def data_parallel_size(config: Config) -> int:
     return num_trainer_ranks(config) // config.parallel.ranks_per_replica
 
 
-def start_ray(config: Config, on_retry: Callable[[], None] = lambda: None) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a start waits for what the cluster lacks. Not at all when a run begins: then it is most likely a
+    mistake, which the user should see at once. A restart waits: a node that died may come back, and a part that was
+    ended a moment ago still has what Ray gave it."""
+
+    seconds: float = 0.0
+    tell: Callable[[str], None] = logger.warning
+
+    def wait(self, lacks: Callable[[], str], on_poll: Callable[[], None]) -> None:
+        """Return when `lacks` says nothing. ClusterError, with what it says, when the time is over."""
+        said = lacks()
+        if not said:
+            return
+        if self.seconds:
+            self.tell(f"{said} Waiting {self.seconds:.0f} s at most (--start-timeout-secs) until it is there.")
+        ends = time.monotonic() + self.seconds
+        with waiting("room for this run in the cluster", "Ray", deadline_s=self.seconds):
+            while time.monotonic() < ends:
+                on_poll()
+                time.sleep(ROOM_POLL_S)
+                said = lacks()
+                if not said:
+                    return
+        raise ClusterError(said)
+
+
+NO_PATIENCE = Patience()
+
+
+def start_ray(config: Config, on_retry: Callable[[], None] = lambda: None, *, patience: Patience = NO_PATIENCE) -> None:
     """Join `--ray-address`, or start a local Ray with as many logical CPUs as this run needs. Raises ClusterError.
 
-    `on_retry` runs before a start that failed by a time-out is tried again, and may raise to end the tries.
+    `on_retry` runs before a start that failed by a time-out is tried again, while `patience` lasts too, and may raise
+    to end the tries.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     # Ray announces on every start that its ports ask for a token: intended, so the user need not see it.
@@ -193,7 +225,9 @@ def start_ray(config: Config, on_retry: Callable[[], None] = lambda: None) -> No
         _start_local_ray(config, max(os.cpu_count() or 1, int(demand.cpus + 1)), on_retry)
     else:
         _join_ray(config)
-    _check_resources(demand)
+    patience.wait(lambda: _lacks(demand), on_retry)
+    free = ray.available_resources()
+    logger.info("Ray has %s free; this run asks for %g CPU and %g GPU", free, demand.cpus, demand.gpus)
 
 
 def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]) -> None:
@@ -398,13 +432,14 @@ def stop_ray() -> None:
     ray.shutdown()
 
 
-def _check_resources(demand: Demand) -> None:
+def _lacks(demand: Demand) -> str:
+    """Return which resource is not free in sum; empty when all are."""
     free = ray.available_resources()
     for name, wanted in (("CPU", demand.cpus), ("GPU", demand.gpus)):
         if wanted > free.get(name, 0.0) + 1e-6:
-            raise ClusterError(
+            return (
                 f"this run needs {wanted:g} Ray {name} but only {free.get(name, 0.0):g} of "
                 f"{ray.cluster_resources().get(name, 0.0):g} are free. Stop other jobs, add nodes, or lower "
                 "--actor-num-gpus-per-node / --rollout-num-engines."
             )
-    logger.info("Ray has %s free; this run asks for %g CPU and %g GPU", free, demand.cpus, demand.gpus)
+    return ""

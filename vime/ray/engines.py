@@ -22,7 +22,7 @@ from vime.ray.actor import Actor
 from vime.ray.engine_actors import EngineActor, ServerActor
 from vime.ray.managed_engine import Changes, EngineState, ManagedEngine, start_engine
 from vime.ray.managed_router import Routers
-from vime.ray.placement import ANYWHERE, EnginePlace, Places
+from vime.ray.placement import ANYWHERE, EnginePlace, Places, has_nodes
 from vime.ray.waits import START_GRACE_S, ready, wait_for
 from vime.types import (
     ConfigError,
@@ -43,6 +43,7 @@ STOP_S, AT_START_STOP_S = 30.0, 3.0
 ASKED_TIMEOUT_S = 60.0  # a busy engine is asked while it generates
 GRACE_S = 30.0  # beyond a health check's own deadline, for an actor to say what it found
 POLL_S = 0.25
+NODES_S = 2.0  # between two looks whether there is a node for an engine that starts again
 
 T = TypeVar("T")
 
@@ -373,6 +374,10 @@ class Engines:
             router.losses.end()
         routers: list[Actor[ServerActor]] = [router.actor for router in all_routers if router.actor is not None]
         engines: list[Actor[ServerActor]] = [engine.actor for engine in self._engines if engine.actor is not None]
+        for engine in self._engines:
+            if engine.actor is not None and not engine.losses.has_node:  # it would not answer
+                engine.actor.kill()
+                engines.remove(engine.actor)
         for actors in (routers, engines) if grace_s else ([*routers, *engines],):
             if not actors:
                 continue
@@ -499,8 +504,23 @@ class Engines:
             if engine.state is EngineState.LOST and may_start:
                 self._start(engine)
                 self._emit(EventKind.ENGINE_STARTING, engine=engine.name)
-            elif engine.state is EngineState.STARTING:
+            elif engine.state is EngineState.STARTING and not self._waits_for_node(engine):
                 self._look_at_start(engine)
+
+    def _waits_for_node(self, engine: ManagedEngine) -> bool:
+        """Return whether no node has room for an engine that starts again, whose time to start then begins later."""
+        now, losses = time.monotonic(), engine.losses
+        if losses.count and now - engine.looked >= NODES_S:
+            engine.looked, had_node = now, losses.has_node
+            losses.see(has_node=has_nodes(engine.place))
+            if had_node and not losses.has_node:
+                self._emit(EventKind.ENGINE_WITHOUT_NODE, engine=engine.name)
+                self._tell(f"No node of the cluster has room for {engine.name}: it starts when one has.")
+            elif losses.has_node and not had_node:
+                self._emit(EventKind.ENGINE_STARTING, engine=engine.name)
+        if not losses.has_node:
+            engine.began = now
+        return not losses.has_node
 
     def _look_at_start(self, engine: ManagedEngine) -> None:
         assert engine.starting is not None, "it starts"

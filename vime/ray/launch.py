@@ -30,6 +30,7 @@ from vime.observability.run_dir import RunDir, claimed_checkpoints
 from vime.observability.screen import Screen
 from vime.ray.checkpoint import checkpoint_root, find_latest, find_start, newest_checkpoint, read_run_state
 from vime.ray.checkpoint_damage import refuse_damage
+from vime.ray.cluster import NO_PATIENCE, Patience
 from vime.ray.components import Components
 from vime.ray.interrupts import Interrupts
 from vime.ray.preflight import read_command_line
@@ -207,7 +208,13 @@ def _attempt(config: Config, attempts: Attempts) -> End:
         if is_later and (checkpoint := find_start(config.model.load).checkpoint) is not None:
             refuse_damage(checkpoint)  # in the first attempt `preflight` did
         with start_components(
-            config, attempts.path, attempts.screen, attempts.interrupts, attempts.events, go_on_without_ray
+            config,
+            attempts.path,
+            attempts.screen,
+            attempts.interrupts,
+            attempts.events,
+            go_on_without_ray,
+            patience=_patience(config, attempts) if is_later else NO_PATIENCE,
         ) as components:
             return _drive(components, attempts.schedule)
     except VimeError as error:
@@ -227,6 +234,12 @@ def _attempt(config: Config, attempts: Attempts) -> End:
         return End(
             code=VimeError.exit_code, message=_unforeseen(error), is_worth_a_restart=is_later and _is_passing(error)
         )
+
+
+def _patience(config: Config, attempts: Attempts) -> Patience:
+    """Return how long a restart waits for nodes of a cluster that others own; a local Ray has what the run needs."""
+    seconds = 0.0 if config.cluster.ray_address is None else config.cluster.start_timeout_secs
+    return Patience(seconds=seconds, tell=attempts.screen.warn)
 
 
 def _drive(components: Components, schedule: Schedule) -> End:

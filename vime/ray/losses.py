@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from vime.utils.waits import STARTS_AGAIN, Stretch, doing
+from vime.utils.waits import NO_NODE, STARTS_AGAIN, Stretch, doing
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 2.0, 60.0
 
@@ -17,6 +17,7 @@ class Losses:
         self.count = 0
         self.first_at: float | None = None
         self.start_at = 0.0  # when it is started again
+        self.has_node = True  # of the cluster, with room for it
         self._told: Stretch | None = None
 
     def add(self) -> float:
@@ -26,8 +27,16 @@ class Losses:
         backoff_s = min(FIRST_BACKOFF_S * 2 ** (self.count - 2), LONGEST_BACKOFF_S) if self.count > 1 else 0.0
         self.first_at = self.first_at or now
         self.start_at = now + backoff_s
+        self.has_node = True
         self._tell(f"{STARTS_AGAIN}{self._name}")
         return backoff_s
+
+    def see(self, *, has_node: bool) -> None:
+        """Note whether the cluster has a node for it."""
+        if has_node == self.has_node:
+            return
+        self.has_node = has_node
+        self._tell(f"{STARTS_AGAIN if has_node else NO_NODE}{self._name}")
 
     def end(self) -> float | None:
         """Note that it is well. Returns for how long it was not; None when it was not lost."""

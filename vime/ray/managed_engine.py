@@ -51,6 +51,7 @@ class ManagedEngine:
     starting: ObjectRef[EngineAddress] | None = None  # until it is ready
     address: EngineAddress | None = None  # while it is ready or serves
     began: float = field(default_factory=time.monotonic)  # its start
+    looked: float = 0.0  # whether Ray has a node for it
     place: EnginePlace = ()  # where Ray starts it
     external: str | None = None  # HOST:PORT of one that somebody else started
     is_new: bool = False  # added to a live run, and has served nothing yet

@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -30,7 +29,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from vime.config.colocation import shared_ranks
 from vime.config.parse import Config
 from vime.ray.actor import Options
-from vime.ray.cluster import ENGINE_CPUS, LEDGER_CPUS, MANAGER_CPUS, TRAINER_CPUS, num_trainer_ranks
+from vime.ray.cluster import (
+    ENGINE_CPUS,
+    LEDGER_CPUS,
+    MANAGER_CPUS,
+    NO_PATIENCE,
+    TRAINER_CPUS,
+    Patience,
+    num_trainer_ranks,
+)
 from vime.ray.nodes import Node, check_nodes, nodes_of_cluster
 from vime.types import ClusterError, ConfigError
 from vime.utils.waits import waiting
@@ -86,12 +93,16 @@ ANYWHERE = Places()
 
 
 @contextlib.contextmanager
-def reserved(config: Config, on_poll: Callable[[], None] = lambda: None) -> Iterator[Places]:
+def reserved(
+    config: Config, on_poll: Callable[[], None] = lambda: None, *, patience: Patience = NO_PATIENCE
+) -> Iterator[Places]:
     """Reserve what ranks and engines need, until the block ends. Raises ClusterError, which names what is missing and
-    what each node has, when there is no room."""
+    what each node has, when there is no room before `patience` ends."""
     if config.cluster.ray_address is None:
         yield ANYWHERE
         return
+    if patience.seconds:
+        patience.wait(lambda: _lacks(config), on_poll)
     nodes = nodes_of_cluster()
     check_nodes(config, nodes, on_poll)
     per_engine = nodes_of_engine(config, nodes)
@@ -114,6 +125,18 @@ def reserved(config: Config, on_poll: Callable[[], None] = lambda: None) -> Iter
     finally:
         with contextlib.suppress(Exception):  # Ray has gone, and the group with it
             remove_placement_group(group)
+
+
+def has_nodes(place: EnginePlace) -> bool:
+    """Return whether there is a node for each part of an engine. Ray gives what was on a dead one another node as soon
+    as one has room, and starts the actor there; until then it says nothing."""
+    for options in place:
+        at = options.get("scheduling_strategy")
+        if isinstance(at, PlacementGroupSchedulingStrategy):
+            nodes: dict[int, str] = placement_group_table(at.placement_group)["bundles_to_node_id"]
+            if not nodes[at.placement_group_bundle_index]:
+                return False
+    return True
 
 
 class ExtraPlace:
@@ -281,7 +304,7 @@ def _pinned(bundles: Sequence[Bundle], on_poll: Callable[[], None]) -> list[dict
             if len(found) == len(bundles):
                 return [{NODE_LABEL: found[index].id} for index in range(len(bundles))]
             if time.monotonic() > ends:
-                _refuse(_left_over(bundles, nodes), nodes)
+                raise ClusterError(_no_room(_left_over(bundles, nodes), nodes))
             on_poll()
             time.sleep(POLL_S)
 
@@ -300,12 +323,22 @@ def _wait(group: PlacementGroup, bundles: Sequence[Bundle], on_poll: Callable[[]
             f"Ray has not placed ranks and engines within {PLACE_S:g} s, although there seems to be room: "
             f"{_table(nodes)}"
         )
-    _refuse(left, nodes)
+    raise ClusterError(_no_room(left, nodes))
 
 
-def _refuse(left: Sequence[Bundle], nodes: Sequence[Node]) -> NoReturn:
+def _lacks(config: Config) -> str:
+    """Return what no node has room for now; empty when all has a place."""
+    nodes = nodes_of_cluster()
+    try:
+        left = _left_over(bundles_of(config, nodes_of_engine(config, nodes)), nodes)
+    except ClusterError as error:  # the nodes that are left are too small for an engine
+        return str(error)
+    return _no_room(left, nodes) if left else ""
+
+
+def _no_room(left: Sequence[Bundle], nodes: Sequence[Node]) -> str:
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    raise ClusterError(f"no node has room for {_described(left[0])}{more}: {_table(nodes)}")
+    return f"no node has room for {_described(left[0])}{more}: {_table(nodes)}"
 
 
 def _described(bundle: Bundle) -> str:

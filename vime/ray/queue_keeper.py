@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 STOP_S = 5.0
+HANGS_S = 60.0
+"""Seconds without a response after which a part of the queue is ended: twenty of them are a slow machine."""
 
 
 class QueueKeeper:
@@ -43,6 +45,7 @@ class QueueKeeper:
         self._told: list[str] = []  # for the user
         self._end: Exception | None = None
         self._asked: dict[str, ObjectRef[object]] = {}
+        self._asked_at: dict[str, float] = {}  # monotonic
         self._is_closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -84,20 +87,22 @@ class QueueKeeper:
         """Waits for: the clock, or `close_watch`."""
         while not self._is_closed.wait(POLL_S):
             try:
-                self._check(self.address)
-            except ClusterError as error:
                 try:
-                    self._replace(error)
-                except Exception as failure:  # boundary: raised where the driver waits
-                    if not self._is_closed.is_set():
-                        self._end = failure
-                    return
+                    self._check(self.address)
+                except ClusterError as lost:
+                    self._replace(lost)
+            except Exception as failure:  # boundary: raised where the driver waits
+                if not self._is_closed.is_set():
+                    self._end = failure
+                return
 
     def _check(self, address: QueueAddress) -> None:
-        """Ask each actor whether it lives, without waiting for it. ClusterError names one that is dead."""
+        """Ask each actor whether it lives, without waiting for it. ClusterError names one that is dead or hangs."""
         for name, actor in actors_of(address).items():
-            asked = self._asked.get(name) or cast("ObjectRef[object]", actor.get_zmq_server_info.remote())
-            self._asked[name] = asked
+            if name not in self._asked:
+                self._asked[name] = cast("ObjectRef[object]", actor.get_zmq_server_info.remote())
+                self._asked_at[name] = time.monotonic()
+            asked = self._asked[name]
             done, _ = ray.wait([asked], timeout=0)
             if done:
                 del self._asked[name]
@@ -105,6 +110,8 @@ class QueueKeeper:
                     ray.get(done[0], timeout=STOP_S)
                 except ray.exceptions.RayActorError as error:
                     raise ClusterError(f"The {name} died: {first_line(error)}") from error
+            elif time.monotonic() - self._asked_at[name] > HANGS_S:
+                raise ClusterError(f"The {name} lives, but has not responded for {HANGS_S:.0f} s.")
 
     def _replace(self, error: VimeError) -> None:
         """Start queues until one is filled and everybody uses it. Raises the last loss after too many in a row."""

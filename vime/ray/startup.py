@@ -28,7 +28,7 @@ from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.changes import FleetChanges
 from vime.ray.checkpoint import Start, find_start, read_run_state
 from vime.ray.checkpoint_damage import doubts
-from vime.ray.cluster import MANAGER_CPUS, start_ray, stop_ray
+from vime.ray.cluster import MANAGER_CPUS, NO_PATIENCE, Patience, start_ray, stop_ray
 from vime.ray.components import Components, Parts, Watchers
 from vime.ray.engines import STOP_S as ENGINES_STOP_S
 from vime.ray.engines import Engines
@@ -92,8 +92,11 @@ def start_components(
     interrupts: Interrupts,
     events: EventLog,
     on_ray_lost: Callable[[str], None],
+    *,
+    patience: Patience = NO_PATIENCE,
 ) -> Iterator[Components]:
     """Start every part and confirm the weights; on exit stop every part. `on_ray_lost`: as in `watched_ray`.
+    `patience`: with nodes of a joined cluster.
 
     When the start fails or the user ends it, no part has work to finish, so none is waited for.
     """
@@ -107,11 +110,7 @@ def start_components(
         stack.callback(round_metrics.close)
         if start.checkpoint is not None and (saved := read_run_state(start.checkpoint)).metrics is not None:
             round_metrics.retell(saved.rollout_id, saved.version, saved.metrics)
-        stack.callback(stop_ray)
-        with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
-            start_ray(config, starter.poll)
-        stack.enter_context(watched_ray(on_ray_lost))
-        places = stack.enter_context(reserved(config, starter.poll))
+        places = _places_in_ray(config, starter, stack, on_ray_lost, patience)
         # before the queue: engines take longest to start, and Ray has few workers ready
         has_engines = config.cluster.num_engines > 0 and not config.debug.debug_train_only
         engines, trainers = None, None
@@ -164,6 +163,20 @@ def start_components(
         yield components
         failpoint(Point.STOP)
         screen.stage("stopping")
+
+
+def _places_in_ray(
+    config: Config,
+    starter: Starter,
+    stack: contextlib.ExitStack,
+    on_ray_lost: Callable[[str], None],
+    patience: Patience,
+) -> Places:
+    stack.callback(stop_ray)
+    with starter.part("ray", "starting Ray"), children_outlive_the_terminal():
+        start_ray(config, starter.poll, patience=patience)
+    stack.enter_context(watched_ray(on_ray_lost))
+    return stack.enter_context(reserved(config, starter.poll, patience=patience))
 
 
 def _start_parts(

@@ -36,6 +36,8 @@ JOB = "job://"
 deadline when its leases end."""
 STARTS_AGAIN = "starting again: "
 """Begins the name of the driver's work while a process of this name, which was lost, is started again."""
+NO_NODE = "no node has room for "
+"""Begins that work's name while the cluster has no node for it."""
 HEARTBEAT_S = 5.0
 """Seconds after which an unchanged file is touched: an older one belongs to a process whose threads do not run."""
 OVERDUE_GRACE_S = 30.0

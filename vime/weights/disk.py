@@ -1,12 +1,12 @@
 """Transport `disk`: safetensors files in a directory that the sender and every engine can read.
 
 The slowest and the least demanding one: it crosses hosts that share nothing but a file system. Each update is a
-directory of Hugging Face shards, so the newest one can also start an engine.
+directory of Hugging Face shards, so the newest one can also start an engine: it has its name when it is whole, and a
+higher number than those before it, whichever sender made them.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +21,7 @@ from vime.weights.plan import Bucket, TensorMeta
 from vime.weights.wire import BucketReceiver, BucketSender, Deliver, update_to_wire
 
 KEPT_UPDATES = 2
+UPDATE, DRAFT = "update_", ".update_"
 
 
 class DiskSender(BucketSender):
@@ -29,7 +30,6 @@ class DiskSender(BucketSender):
     def __init__(self, directory: Path, *, bucket_bytes: int, timeout_s: float) -> None:
         super().__init__(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
         self._directory = directory.absolute()
-        self._count = 0
 
     def connect(self, fleet: EngineControl) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -38,25 +38,23 @@ class DiskSender(BucketSender):
     def close(self) -> None:
         """The files stay: they are the newest weights."""
 
-    @property
-    def _current(self) -> Path:
-        return self._directory / f"update_{self._count:07d}"
-
     def _send(
         self, filled: Iterator[tuple[Bucket, torch.Tensor]], metadata: Sequence[TensorMeta], deliver: Deliver
     ) -> None:
         """Write while the engines generate; they are asked when every file is there."""
-        self._count += 1
-        for stale in sorted(self._directory.glob("update_*"))[: -(KEPT_UPDATES - 1) or None]:
+        updates = sorted(self._directory.glob(f"{UPDATE}*"))
+        number = int(updates[-1].name.removeprefix(UPDATE)) + 1 if updates else 1
+        drafts = self._directory.glob(f"{DRAFT}*")  # of a sender that was ended
+        for stale in [*updates[: -(KEPT_UPDATES - 1) or None], *drafts]:
             shutil.rmtree(stale)
-        self._current.mkdir()
+        update = self._directory / f"{UPDATE}{number:07d}"
+        draft = self._directory / f"{DRAFT}{number:07d}"
+        draft.mkdir()
         for bucket, buffer in filled:
-            final = self._current / shard_name(bucket)
-            partial = final.with_name(f".partial_{final.name}")
             # clone: the format refuses tensors that share one memory
-            save_file({slot.meta.name: slot.view(buffer).clone() for slot in bucket.slots}, partial)
-            os.replace(partial, final)
-        deliver({**update_to_wire(metadata, self._bucket_bytes), "path": str(self._current)})
+            save_file({slot.meta.name: slot.view(buffer).clone() for slot in bucket.slots}, draft / shard_name(bucket))
+        draft.rename(update)
+        deliver({**update_to_wire(metadata, self._bucket_bytes), "path": str(update)})
 
 
 def shard_name(bucket: Bucket) -> str:

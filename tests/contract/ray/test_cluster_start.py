@@ -50,7 +50,7 @@ def make_slow(monkeypatch: pytest.MonkeyPatch, failures: list[Exception]) -> Slo
     monkeypatch.setattr(cluster.ray, "init", slow.init)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
     monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=slow.monotonic, sleep=time.sleep))
-    monkeypatch.setattr(cluster, "_check_resources", lambda _: None)
+    monkeypatch.setattr(cluster, "_lacks", lambda _: "")
     # The session may have a Ray of its own, with another address, which this process must go on to reach.
     monkeypatch.setattr(cluster, "_keep_ray_to_itself", lambda: None)
     monkeypatch.setattr(

@@ -320,6 +320,22 @@ def test_disk_keeps_the_two_newest_updates(two_fakes, tmp_path):
     assert [path.name for path in (tmp_path / kept[-1]).iterdir()] == ["model-00001-of-00001.safetensors"]
 
 
+def test_a_sender_on_disk_goes_on_behind_the_updates_of_the_one_before(two_fakes, tmp_path):
+    """Another fleet, and a restart of the run, make another sender. Who looks for the newest update finds its own, and
+    none that was cut off."""
+    _, _, control = two_fakes
+    (tmp_path / ".update_0000009").mkdir()
+    metas = [TensorMeta.of(name, tensor) for name, tensor in WEIGHTS.items()]
+    for number in range(1, 6):
+        if number in (1, 3):
+            sender = make_sender("disk", bucket_bytes=1 << 20, directory=tmp_path, timeout_s=10)
+            sender.connect(control)
+        deliver = partial(control.update, version=number, pause_mode="keep")
+        sender.send_update(iter(WEIGHTS.items()), metas, deliver)
+        assert max(path.name for path in tmp_path.iterdir()) == f"update_{number:07d}"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_an_engine_that_cannot_join_the_broadcast_is_reported_at_once(two_fakes, tmp_path):
     _, second, control = two_fakes
     second.faults.status["/init_weight_transfer_engine"] = 500

@@ -35,8 +35,9 @@ def test_an_engine_on_a_cpu_may_be_in_a_step_of_prompts_when_it_is_asked_how_it_
     assert health_deadline_s(config) == 60 + more_s
 
 
-def test_a_part_that_reads_the_checkpoint_has_a_second_more_for_each_100_megabytes_of_it(tmp_path):
-    with (tmp_path / "model.safetensors").open("wb") as file:
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_part_that_reads_the_checkpoint_has_a_second_more_for_each_100_megabytes_of_it(tmp_path, name):
+    with (tmp_path / name).open("wb") as file:
         file.truncate(61_000_000_000)  # 30B in bf16
     config = Config().replace(hf_checkpoint=str(tmp_path), start_timeout_secs=300.0)
     assert start_deadline_s(config) == 300 + 610
