@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 STOP_S = 5.0
-HANGS_S = 60.0
-"""Seconds without a response after which a part of the queue is ended: twenty of them are a slow machine."""
+HANGS_S = 30.0
+"""Seconds without a response after which a part of the queue is ended. Its clients give up after three tries of 20 s,
+which would restart the run."""
 
 
 class QueueKeeper:

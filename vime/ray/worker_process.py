@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +18,7 @@ from vime.ray.stores import connect_store, group_store, replace_queue
 from vime.rollout.group_worker import WorkerStats
 from vime.rollout.plugins import load_data_source
 from vime.rollout.worker import PromptsByNumber
+from vime.utils.processes import place
 
 if TYPE_CHECKING:
     from vime.handoff.queue_client import QueueAddress
@@ -32,6 +34,8 @@ class WorkerReport:
     spool_bytes: int
     error: Exception | None = None
     num_jobs: int = 0
+    pid: int = field(default_factory=os.getpid)
+    place: str = field(default_factory=place)
 
 
 class WorkerProcess(ABC, StoresGroups):

@@ -8,9 +8,11 @@ more of these processes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import signal
 import threading
 import time
 import uuid
@@ -59,6 +61,7 @@ from vime.types import (
 )
 from vime.utils.errors import first_line
 from vime.utils.network import free_port
+from vime.utils.processes import place
 from vime.utils.waits import waiting
 from vime.weights.published import published_root
 
@@ -72,6 +75,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 """Seconds between two checks of the workers: a dead one is noticed after this time at most."""
 CALL_S = 60.0
+HANGS_S = 30.0
+"""Seconds without a response after which a worker is ended. A thread of its own responds, whatever plug-ins do."""
 MAX_DEATHS = 3
 """Workers that may die one after the other without a group stored in between: then something kills every one."""
 
@@ -138,6 +143,15 @@ class _Host:
     gateway: Actor[GatewayActor] | None = None  # the same actor, when it is the gateway
     report: WorkerReport | None = None
     asked: ObjectRef[WorkerReport] | None = None  # a report that was requested and has not arrived yet
+    asked_at: float = 0.0  # monotonic
+
+
+def _end(host: _Host) -> None:
+    """End a process that may be stopped: Ray only asks it to end, and what it has locked the next one needs."""
+    if host.report is not None and host.report.place == place():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(host.report.pid, signal.SIGKILL)
+    host.actor.kill()
 
 
 class RemoteWorkers:
@@ -475,10 +489,14 @@ class RemoteWorkers:
 
     def _is_dead(self, host: _Host) -> bool:
         if host.asked is None:
-            host.asked = host.actor.ask(WorkerProcess.report)
+            host.asked, host.asked_at = host.actor.ask(WorkerProcess.report), time.monotonic()
         done, _ = ray.wait([host.asked], timeout=0)
         if not done:
-            return False
+            is_hanging = time.monotonic() - host.asked_at > HANGS_S
+            if is_hanging:
+                logger.warning("%s (%s) lives, but has not responded for %g s", _process(host), host.name, HANGS_S)
+                _end(host)
+            return is_hanging
         asked, host.asked = host.asked, None
         try:
             host.report = ray.get(asked)

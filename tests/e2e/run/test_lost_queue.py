@@ -70,3 +70,17 @@ def test_a_run_whose_queue_is_killed_three_times_trains_what_it_would_have(
         whole = Training(script, flags, tmp_path / "whole").finish()
         assert whole.code == 0, whole.output
         assert finished.confirmed_hashes() == whole.confirmed_hashes()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_storage_unit_that_hangs_is_replaced_like_a_dead_one(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """It lives, so that its connections stay open, and says nothing."""
+    flags = [*tiny_task.flags(), *STREAMING, "--num-rollout", str(NUM_ROUNDS)]
+    training = Training("train.py", flags, tmp_path / "run", variables=PACE)
+    training.wait_for_event("round_trained", count=1)
+    training.member("SimpleStorageUnit").suspend()
+    training.wait_for_event("queue_ready")
+    finished = training.finish()
+    assert_the_run_went_on(finished, num_kills=1)
+    assert "lives, but has not responded for 30 s" in finished.output

@@ -57,6 +57,29 @@ def producers(finished: Finished) -> set[str]:
     return {note.partition(".")[0] for _, event, _, note in history(finished.run_dir) if event == "issued"}
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_worker_that_hangs_is_replaced_like_a_dead_one(tiny_task: TinyTask, tmp_path: Path) -> None:
+    plugin = tmp_path / "slow.py"
+    plugin.write_text(SLOW_REWARD)
+    flags = [
+        *tiny_task.flags(), "--transferqueue-mode", "streaming", "--num-rollout-workers", "2",
+        "--debug-engine-module", "vime.backends.vllm_utils.scripted_server",
+        "--custom-rm-path", f"{plugin}:reward", "--num-rollout", str(ROUNDS),
+    ]  # fmt: skip
+    training = Training("train.py", flags, tmp_path / "run")
+    training.wait_for_event("round_trained")
+    victim = worker(training, 0)
+    wait_until_at_work(training, 0)
+    victim.suspend()
+    training.wait_for_event("worker_lost")
+    finished = training.finish()
+    assert finished.code == 0, finished.output
+    assert finished.events("run_restarted") == []
+    assert "every promise kept" in finished.output
+    assert not victim.is_running()
+
+
 @pytest.mark.timeout(600)
 def test_two_workers_are_killed_one_after_the_other_and_the_run_goes_on(tiny_task: TinyTask, tmp_path: Path) -> None:
     plugin = tmp_path / "slow.py"
