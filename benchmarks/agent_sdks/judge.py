@@ -3,7 +3,9 @@
     python -m benchmarks.agent_sdks.judge RUN JOURNAL --samples 6 --groups 4 --rounds 10
 
 JOURNAL is the directory of journal.py, RUN/rollout_{round}.jsonl what --save-debug-rollout-data wrote. The file of the
-server of sessions is not read. Exit code 1 when something was lost, trained twice, or is not what an engine said.
+server of sessions is not read. How many conversations a program holds is known: one that broke, so that its next turn
+was rendered anew, is another branch in the journal too. Exit code 1 when something was lost, trained twice, or is not
+what an engine said.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.agent_sdks.launch import ROWS, program_of
 from vime.rollout.record import load_rollout
 from vime.types import Sample
 
@@ -112,8 +115,12 @@ def _judge_session(verdict: Verdict, session: str, rows: Sequence[Sample], said:
         if generation.trained == 0 and any(tokens for tokens, *_ in generation.said):
             verdict.untrained.append(f"session {session}: a generation of its {len(said)} was not trained")
     num_branches = sum(not any(_goes_on(other, each) for other in said) for each in said)
-    if num_branches != len(rows):
-        verdict.other_rows.append(f"session {session}: {len(rows)} rows of {num_branches} branches")
+    program = program_of(rows[0].index)
+    wanted = ROWS.get(program, 1)
+    if not len(rows) == num_branches == wanted:
+        verdict.other_rows.append(
+            f"session {session} of {program}: {len(rows)} rows of {num_branches} branches, wanted {wanted}"
+        )
 
 
 def _goes_on(later: Generation, earlier: Generation) -> bool:

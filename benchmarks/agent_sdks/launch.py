@@ -26,6 +26,8 @@ PROGRAMS = (
     "openai_chat.py", "anthropic_tools.py", "agents_runner.py", "pydantic_agent.py", "langgraph_react.py",
     "npm_openai.mjs",
 )  # fmt: skip
+ROWS = {"openai_chat.py": 2}
+"""Conversations of programs that hold more than one in a session; each is a row."""
 DIE_WITH_PARENT = HERE.parents[1] / "vime" / "utils" / "die_with_parent.py"
 ONE_IN = 10
 VARIABLE = "VIME_LOST_ANSWERS"
@@ -90,6 +92,11 @@ def own_index() -> int:
     return int(json.loads(connection.getresponse().read())["index"])
 
 
+def program_of(index: int) -> str:
+    """Return the program of the sample of this number."""
+    return PROGRAMS[index % len(PROGRAMS)]
+
+
 def command_of(program: str, packages: Path) -> list[str]:
     """Node looks for packages above the file itself, so a program for it is linked beside them."""
     if program.endswith(".mjs"):
@@ -115,9 +122,7 @@ def main() -> int:
     }  # fmt: skip
     environment.pop("PYTHONPATH", None)
     guard = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
-    return subprocess.run(
-        [*guard, *command_of(PROGRAMS[index % len(PROGRAMS)], packages)], env=environment, check=False
-    ).returncode
+    return subprocess.run([*guard, *command_of(program_of(index), packages)], env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

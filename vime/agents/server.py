@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import json
 import os
 import secrets
 import socket
@@ -42,7 +43,8 @@ class AgentServer:
     """Made on the rollout loop by `agent_server`."""
 
     def __init__(self, args: Args, parse: ReplyParser, path: Path) -> None:
-        tokenizer = HfChatTokenizer(load_tokenizer(args.hf_checkpoint))
+        arguments = json.loads(args.apply_chat_template_kwargs or "{}")
+        tokenizer = HfChatTokenizer(load_tokenizer(args.hf_checkpoint), arguments)
         self.path = path
         self.sessions = Sessions(
             SessionStore(path),

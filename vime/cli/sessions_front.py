@@ -28,6 +28,12 @@ def add_parsers(commands: Commands) -> None:
         default=60.0,
         help="after which a request gets 503 when the server is away (default: %(default)g)",
     )
+    parser.add_argument(
+        "--deadline-secs",
+        type=float,
+        default=3600.0,
+        help="after which a request that the server has and does not answer gets 504 (default: %(default)g)",
+    )
     parser.set_defaults(run_command=run_front)
 
 
@@ -38,10 +44,11 @@ def run_front(arguments: argparse.Namespace) -> None:
     from vime.sessions.front import make_front
 
     server: str = arguments.server.rstrip("/")
-    if not server.startswith(("http://", "https://")) or not arguments.patience_secs > 0:
+    patience_s, deadline_s = arguments.patience_secs, arguments.deadline_secs
+    if not server.startswith(("http://", "https://")) or not patience_s > 0 or not deadline_s > 0:
         raise ConfigError(
-            f"{arguments.server} --patience-secs {arguments.patience_secs:g}: expected http://HOST:PORT, and more than "
-            "0 seconds."
+            f"{arguments.server} --patience-secs {patience_s:g} --deadline-secs {deadline_s:g}: expected "
+            "http://HOST:PORT, and more than 0 seconds."
         )
     host, _, port = arguments.listen.rpartition(":")
     try:
@@ -51,7 +58,7 @@ def run_front(arguments: argparse.Namespace) -> None:
             f"--listen {arguments.listen}: {error}. Give HOST:PORT of this machine, or port 0."
         ) from error
     logging.basicConfig(level=logging.WARNING)
-    app = make_front(server, patience_s=arguments.patience_secs)
+    app = make_front(server, patience_s=patience_s, deadline_s=deadline_s)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, ws="none", server_header=False, timeout_graceful_shutdown=STOP_S
     )

@@ -96,7 +96,9 @@ READ_WHEN = (
         "with --prompt-data, --eval-prompt-data, --eval-config or a --data-source-path of your own",
     ),
     Condition(
-        ("apply_chat_template_kwargs",), lambda config: config.data.apply_chat_template, "with --apply-chat-template"
+        ("apply_chat_template_kwargs",),
+        lambda config: config.data.apply_chat_template or config.agents.has_agent,
+        "with --apply-chat-template, --agent-command, --agent-function or --environment",
     ),
     Condition(("async_save",), lambda config: config.model.save_interval is not None, "with --save-interval"),
     Condition(("reasoning_gym_size",), lambda config: config.data.reasoning_gym is not None, "with --reasoning-gym"),

@@ -1,7 +1,7 @@
 """The gateway as an ASGI application: who calls, how much, in which encoding; then `Gateway` does the call.
 
-The order is: token, rate, size, encoding, content. Nothing is read of a body before its sender is known, and nothing is
-parsed before it is small enough.
+The order is: token, rate, size, bytes held, encoding, content. Nothing is read of a body before its sender is known and
+there is room for it, and nothing is parsed before it is small enough.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from vime.gateway import messages as m
+from vime.gateway.bodies import Bodies
 from vime.gateway.refusal import Refusal
 from vime.gateway.service import Gateway
 from vime.gateway.tokens import Scope, TokenFile
@@ -99,6 +100,8 @@ class Rate:
 
 def make_app(gateway: Gateway, tokens: TokenFile) -> Starlette:
     door, document = _Door(gateway, tokens), msgspec.json.encode(openapi())
+    limits = gateway.limits
+    bodies = Bodies(most=limits.max_held_bytes, most_of_one=limits.max_held_bytes_of_job)
 
     async def end_producer(admin: str, call: m.EndProducer) -> m.ProducerEnded:
         """Its tokens first: it can lease nothing afterwards. Only jobs outside have such names in the ledger."""
@@ -109,12 +112,14 @@ def make_app(gateway: Gateway, tokens: TokenFile) -> Starlette:
 
     async def take(call: Call, request: Request) -> m.Message:
         producer = door.admit(request, call.scopes)
-        body = await _body(request, gateway.limits.max_body_bytes)
-        message = _decoded(body, _encoding(request), call.takes)
-        if isinstance(message, m.EndProducer):
-            return await end_producer(producer, message)
-        run: Callable[[str, m.Message], Awaitable[m.Message]] = getattr(gateway, call.name)
-        return await run(producer, message)
+        with bodies.held(producer, _announced(request, limits.max_body_bytes)) as came:
+            body = await _body(request, limits.max_body_bytes)
+            came(len(body))
+            message = _decoded(body, _encoding(request), call.takes)
+            if isinstance(message, m.EndProducer):
+                return await end_producer(producer, message)
+            run: Callable[[str, m.Message], Awaitable[m.Message]] = getattr(gateway, call.name)
+            return await run(producer, message)
 
     async def weights(request: Request) -> m.Message:
         door.admit(request, JOBS)
@@ -235,9 +240,8 @@ def _version(gateway: Gateway, request: Request) -> int:
     return int(wanted) if wanted.isdecimal() and len(wanted) < 10 else -1
 
 
-async def _body(request: Request, most: int) -> bytearray:
-    """Waits for: the sender, BODY_S at most."""
-    too_large = Refusal(
+def _too_large(request: Request, most: int) -> Refusal:
+    return Refusal(
         413,
         "too_large",
         "the body is too large.",
@@ -245,9 +249,20 @@ async def _body(request: Request, most: int) -> bytearray:
         expected=f"at most {most} bytes",
         next_action="Put the group sample by sample (POST /v1/samples).",
     )
+
+
+def _announced(request: Request, most: int) -> int:
+    """Return how many bytes the body has, `most` when its sender does not say so. Refusal for more than that."""
     said = request.headers.get("content-length", "")
-    if said.isdecimal() and (len(said) > 15 or int(said) > most):
-        raise too_large
+    if not said.isdecimal():
+        return most
+    if len(said) > 15 or int(said) > most:
+        raise _too_large(request, most)
+    return int(said)
+
+
+async def _body(request: Request, most: int) -> bytearray:
+    """Waits for: the sender, BODY_S at most."""
     body = bytearray()
     try:
         with waiting("the body of a call", "external job", deadline_s=BODY_S):
@@ -255,7 +270,7 @@ async def _body(request: Request, most: int) -> bytearray:
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > most:
-                        raise too_large
+                        raise _too_large(request, most)
     except (TimeoutError, ClientDisconnect) as error:
         raise Refusal(
             408,

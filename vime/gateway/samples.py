@@ -41,6 +41,8 @@ class Limits:
     reward_key: str = ""  # the entry of a reward with entries that is trained on; empty: rewards are numbers
     extra_fields: tuple[str, ...] = ()  # columns that each row must bring besides
     max_body_bytes: int = 64 << 20
+    max_held_bytes: int = 1 << 30  # of bodies at a time, of all callers together
+    max_held_bytes_of_job: int = 256 << 20  # of bodies at a time, of one caller
     calls_per_s: float = 200.0  # of one token, on average; twice as many at once
     failures_per_s: float = 20.0  # calls without a valid token, of all callers together
     max_partial_bytes: int = 256 << 20  # samples of one producer whose groups are not whole

@@ -78,6 +78,23 @@ def _call(call_id: object, name: object, arguments: object) -> dict[str, object]
     }
 
 
+def _may_call(body: Json) -> bool:
+    """Return whether the model may call tools. Refused when it has to: nothing here could make it, and an agent that
+    counts on the call would be trained on something else."""
+    choice = body.get("tool_choice")
+    if choice is None:
+        return True
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in ("auto", "none"):
+        raise Refused(
+            400,
+            "tool_choice",
+            f"tool_choice is {json.dumps(choice)[:200]}; served are auto and none. Leave it out, and tell the model in "
+            "the messages to call the tool.",
+        )
+    return kind == "auto"
+
+
 def _pieces(text: str) -> list[str]:
     return [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
 
@@ -116,10 +133,9 @@ def read_chat(body: Json) -> Ask:
         messages.append(message)
     if not messages:
         raise Refused(400, "messages", "messages is empty")
-    tools = [] if body.get("tool_choice") == "none" else _list(body.get("tools"))
     return Ask(
         messages=messages,
-        tools=tools,
+        tools=_list(body.get("tools")) if _may_call(body) else [],
         max_tokens=_limit(body, "max_completion_tokens", "max_tokens"),
         stop=_stops(body.get("stop")),
     )
@@ -224,7 +240,7 @@ def read_responses(body: Json) -> Ask:
     previous = body.get("previous_response_id")
     return Ask(
         messages=messages,
-        tools=tools,
+        tools=tools if _may_call(body) else [],
         max_tokens=_limit(body, "max_output_tokens"),
         follows=_number(previous, "resp_") if previous else None,
     )
@@ -272,7 +288,7 @@ def write_responses(entry: Entry, body: Json, model: str) -> dict[str, object]:
         "previous_response_id": body.get("previous_response_id"),
         "temperature": None,
         "top_p": None,
-        "tool_choice": "auto",
+        "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "usage": {
             "input_tokens": prompt,
@@ -339,14 +355,14 @@ def read_messages(body: Json) -> Ask:
         {"type": "function", "function": _function(tool, "input_schema")} for tool in _list(body.get("tools"))
     ]
     thread = cast("Json", body.get("thread") or {})
-    goes_on = thread.get("type") == "continue"
+    goes_on, may_call = thread.get("type") == "continue", _may_call(body)
     return Ask(
         messages=messages,
-        tools=tools,
+        tools=tools if may_call else [],
         max_tokens=_limit(body, "max_tokens"),
         stop=_stops(body.get("stop_sequences")),
         follows=_number(thread["previous_message_id"], "msg_") if goes_on else None,
-        inherits_tools=goes_on and "tools" not in body,
+        inherits_tools=goes_on and may_call and "tools" not in body,
     )
 
 

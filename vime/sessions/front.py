@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from vime.sessions.bodies import BodyTooLarge, read_body
 from vime.utils.http import HttpFailure, HttpSession, HttpUnreachable
 from vime.utils.waits import waiting
 
@@ -30,9 +31,10 @@ PASSED_ON = ("authorization", "x-api-key", "host", "x-stainless-retry-count", "i
 METHODS = ["GET", "POST", "DELETE"]
 
 
-def make_front(server: str, *, patience_s: float) -> Starlette:
+def make_front(server: str, *, patience_s: float, deadline_s: float) -> Starlette:
     """Return the front of the server at this address. A request that has had no response for `patience_s` because the
-    server is away gets 503, which SDKs repeat; a server that is there may take as long as it likes."""
+    server is away gets 503, and one that has had none for `deadline_s` for whatever reason (a server that is there, and
+    hangs) gets 504; SDKs repeat both."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -43,12 +45,21 @@ def make_front(server: str, *, patience_s: float) -> Starlette:
     async def pass_on(request: Request) -> Response:
         http: HttpSession = request.app.state.http
         url = f"{server}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
-        headers, body = _headers(request), await request.body()
-        asked = asyncio.create_task(ask_until_answered(http, request.method, url, body, headers))
+        try:
+            headers, body = _headers(request), await read_body(request)
+        except BodyTooLarge as error:
+            return _error(413, "too_large", str(error))
+        asked = asyncio.create_task(
+            asyncio.wait_for(ask_until_answered(http, request.method, url, body, headers), deadline_s)
+        )
         gone = asyncio.create_task(_disconnected(request))
         try:
             await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)
             return asked.result() if asked.done() else Response(status_code=499)  # which nobody reads
+        except TimeoutError:
+            return _error(
+                504, "server_hangs", f"the server of sessions has not answered for {deadline_s:g} s; ask again"
+            )
         finally:
             asked.cancel()  # the server sees it, and gives the turn to whoever asks the same again
             gone.cancel()
@@ -56,7 +67,7 @@ def make_front(server: str, *, patience_s: float) -> Starlette:
     async def ask_until_answered(
         http: HttpSession, method: str, url: str, body: bytes, headers: Mapping[str, str]
     ) -> Response:
-        with waiting("the server of sessions to respond", "session server", deadline_s=None):
+        with waiting("the server of sessions to respond", "session server", deadline_s=deadline_s):
             last_seen, num_broken = time.monotonic(), 0
             while num_broken < MOST_BROKEN and time.monotonic() - last_seen < patience_s:
                 try:
@@ -68,7 +79,7 @@ def make_front(server: str, *, patience_s: float) -> Starlette:
                     await asyncio.sleep(POLL_S)
                 else:
                     return Response(response.content, response.status, media_type=response.content_type)
-        return _away(patience_s)
+        return _error(503, "server_away", f"the server of sessions has been away for {patience_s:g} s; ask again")
 
     return Starlette(routes=[Route("/{path:path}", pass_on, methods=METHODS)], lifespan=lifespan)
 
@@ -87,7 +98,6 @@ def _headers(request: Request) -> Mapping[str, str]:
     return headers
 
 
-def _away(patience_s: float) -> Response:
-    message = f"the server of sessions has been away for {patience_s:g} s; ask again"
-    error = {"type": "server_away", "code": "server_away", "message": message, "param": None}
-    return JSONResponse({"type": "error", "error": error}, 503)
+def _error(status: int, code: str, message: str) -> Response:
+    error = {"type": code, "code": code, "message": message, "param": None}
+    return JSONResponse({"type": "error", "error": error}, status)

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from vime.sessions.bodies import BodyTooLarge, read_body
 from vime.sessions.dialects import DIALECTS, Dialect, Json, encode_events, read_ask
 from vime.sessions.service import Live, Refused, Sessions
 from vime.sessions.store import Budget
@@ -29,7 +30,6 @@ from vime.types import EngineError, LostError
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 1 << 26
 T = TypeVar("T")
 PART_BYTES = 1 << 16
 """The last part of an answer: so much is handed over without another look whether its client is there."""
@@ -226,13 +226,10 @@ def _error(status: int, code: str, message: str, details: Mapping[str, str] | No
 
 
 async def _body(request: Request) -> bytes:
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MOST_BYTES:
-            raise Refused(413, "too_large", f"the body has more than {MOST_BYTES} bytes")
-        parts.append(part)
-    return b"".join(parts)
+    try:
+        return await read_body(request)
+    except BodyTooLarge as error:
+        raise Refused(413, "too_large", str(error)) from error
 
 
 def _json(content: bytes) -> Json:

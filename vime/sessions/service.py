@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
@@ -18,6 +19,7 @@ from vime.sessions.recording import Turn, row_samples
 from vime.sessions.splice import ChatTokenizer, Message, continuation
 from vime.sessions.store import Budget, Entry, Reply, Session, SessionStore, State
 from vime.types import Sample, SampleStatus, VersionSpan, VimeError
+from vime.utils.waits import waiting
 
 MOST_RESUMPTIONS = 64
 """How often one completion may be aborted by a pause of the engines and continued."""
@@ -90,6 +92,14 @@ class Live:
     next_number: int = 0
     sampling: dict[str, object] | None = None  # of this session; None: as all
     context: contextvars.Context | None = None  # of its turns; None: that of the first who asks
+    reserved: dict[asyncio.Future[None], int] = field(default_factory=dict)  # what each turn under way may sample
+
+    def tokens_left(self) -> int | None:
+        """Return what neither a recorded turn nor one under way has of the budget; None: there is no limit."""
+        limit = self.session.budget.tokens
+        if limit is None:
+            return None
+        return limit - sum(len(entry.turn.token_ids) for entry in self.entries) - sum(self.reserved.values())
 
 
 class Sessions:
@@ -249,8 +259,12 @@ class Sessions:
             ("seconds", age_s, budget.seconds),
         ):
             if limit is not None and used >= limit:
-                session.stopped = session.stopped or f"budget of {limit:g} {name}"
-                raise Refused(403, f"budget_{name}", f"the session has used its budget of {limit:g} {name}")
+                raise self._used_up(live, name, limit)
+
+    def _used_up(self, live: Live, name: str, limit: float) -> Refused:
+        """Note in the session that this budget ended it, and return the refusal."""
+        live.session.stopped = live.session.stopped or f"budget of {limit:g} {name}"
+        return Refused(403, f"budget_{name}", f"the session has used its budget of {limit:g} {name}")
 
     def _expire(self, live: Live) -> None:
         session = live.session
@@ -278,22 +292,44 @@ class Sessions:
             messages = [*(before.messages or []), message_of(before.reply), *messages]
             ask = replace(ask, tools=before.tools) if ask.inherits_tools else ask
         prompt = list(ask.token_ids) if messages is None else self._prompt(live, messages, ask.tools)
-        turn = await self._generate(live, prompt, ask)
-        entry = Entry(
-            turn=turn,
-            digest=digest,
-            idempotency_key=idempotency_key,
-            messages=messages,
-            tools=ask.tools,
-            reply=Reply() if messages is None else self._parse(prompt, turn.token_ids, ask.tools),
-            created=self._clock(),
-        )
-        if live.session.id not in self._live:
-            raise Refused(404, "unknown_session", "the session was deleted")
-        live.session.last_asked = entry.created
-        await self._store.put_turn(live.session.id, entry)
-        live.entries.append(entry)
+        async with self._reserved(live, self._most(live, prompt, ask)) as most:
+            turn = await self._generate(live, prompt, ask, most)
+            entry = Entry(
+                turn=turn,
+                digest=digest,
+                idempotency_key=idempotency_key,
+                messages=messages,
+                tools=ask.tools,
+                reply=Reply() if messages is None else self._parse(prompt, turn.token_ids, ask.tools),
+                created=self._clock(),
+            )
+            if live.session.id not in self._live:
+                raise Refused(404, "unknown_session", "the session was deleted")
+            live.session.last_asked = entry.created
+            await self._store.put_turn(live.session.id, entry)
+            live.entries.append(entry)
         return entry
+
+    @contextlib.asynccontextmanager
+    async def _reserved(self, live: Live, most: int) -> AsyncIterator[int]:
+        """Reserve the tokens that a turn may sample, and yield how many: `most`, or what is left of the budget.
+
+        When other turns have reserved all that is left, it waits until one of them ends: they seldom use all of it.
+        """
+        while (left := live.tokens_left()) is not None and left < 1:
+            if not live.reserved:
+                refused = self._used_up(live, "tokens", live.session.budget.tokens or 0)
+                await self._store.put_session(live.session)
+                raise refused
+            with waiting("tokens that other turns of the session have reserved", "engine", deadline_s=None):
+                await asyncio.wait(list(live.reserved), return_when=asyncio.FIRST_COMPLETED)
+        ended = asyncio.get_running_loop().create_future()
+        live.reserved[ended] = most if left is None else min(most, left)
+        try:
+            yield live.reserved[ended]
+        finally:
+            del live.reserved[ended]
+            ended.set_result(None)
 
     def recorded(self, live: Live, number: int) -> Entry:
         """Return a recorded turn that has messages."""
@@ -329,19 +365,22 @@ class Sessions:
         """Return how many tokens the prompt would have; nothing is recorded."""
         return len(self._prompt(live, ask.messages or [], ask.tools))
 
-    async def _generate(self, live: Live, prompt: list[int], ask: Ask) -> Turn:
-        """Generate until the completion ends for another reason than a pause of the engines."""
+    def _most(self, live: Live, prompt: list[int], ask: Ask) -> int:
+        """Return how many tokens the request, the run and the context allow; Refused when the context is full."""
         room = self._context_length - len(prompt)
         if room < 1:
             raise Refused(
                 400, "context_length_exceeded", f"{len(prompt)} tokens; the context has {self._context_length}"
             )
-        sampling = self._sampling if live.sampling is None else live.sampling
-        limits = [room, *(limit for limit in (ask.max_tokens, sampling.get("max_tokens")) if limit is not None)]
-        budget = live.session.budget.tokens
-        if budget is not None:
-            limits.append(budget - sum(len(entry.turn.token_ids) for entry in live.entries))
-        most = max(1, min(cast("list[int]", limits)))
+        limits = [ask.max_tokens, self._sampling_of(live).get("max_tokens")]
+        return max(1, min([room, *(cast("int", limit) for limit in limits if limit is not None)]))
+
+    def _sampling_of(self, live: Live) -> dict[str, object]:
+        return self._sampling if live.sampling is None else live.sampling
+
+    async def _generate(self, live: Live, prompt: list[int], ask: Ask, most: int) -> Turn:
+        """Generate until the completion ends for another reason than a pause of the engines."""
+        sampling = self._sampling_of(live)
         ids: list[int] = []
         log_probs: list[float] = []
         spans: list[VersionSpan] = []

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.helpers.agent_world import TOKENIZER, AgentWorld, agent_world
+from tests.helpers.chat_tokenizers import make_chat_tokenizer
 from tests.helpers.scripted_engine import Reply, Request
 from vime.agents import server
 from vime.agents.generate import generate
@@ -101,6 +102,19 @@ def test_a_function_that_goes_on_with_its_conversation_gives_one_row_with_its_re
     assert row.weight_versions == [0, 1]  # the engine said one for each request
     assert row.response.startswith("n0")
     assert row.response.endswith("n1")
+
+
+def test_the_chat_template_of_an_agent_gets_the_arguments_of_its_flag_without_apply_chat_template(
+    world: AgentWorld,
+) -> None:
+    template = world.directory / "chat_template.jinja"
+    assert template.exists()
+    empty_thought = "{% if enable_thinking is false %}<think></think>{% endif %}"
+    template.write_text(f"{make_chat_tokenizer('chatml').chat_template}{empty_thought}")
+    flags = ("--apply-chat-template-kwargs", '{"enable_thinking": false}')
+    world.generate(world.args("--agent-function", f"{HERE}:two_turns", *flags), sample())
+    ends = [TOKENIZER.decode(asked["token_ids"]).rpartition("<|im_start|>")[2] for asked in world.engine.requests]
+    assert ends == ["assistant\n<think></think>"] * 2
 
 
 def test_the_server_is_of_no_group_also_not_of_the_one_that_started_it(world: AgentWorld) -> None:

@@ -240,6 +240,41 @@ def test_size_and_rate_are_bounded_before_anything_is_parsed(tmp_path):
         run.close()
 
 
+def begin_body(run, client, size):
+    """Return a connection of a call whose body is awaited by the gateway."""
+    host, port = run.server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    head = f"POST /v1/groups HTTP/1.1\r\nhost: x\r\nauthorization: {client.headers['authorization']}\r\n"
+    head += f"content-type: application/json\r\nexpect: 100-continue\r\ncontent-length: {size}\r\n\r\n"
+    connection.sendall(head.encode())
+    assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
+    return connection
+
+
+def test_the_bytes_of_bodies_at_a_time_are_bounded_of_each_job_and_of_all_before_they_are_read(tmp_path):
+    limits = {"max_body_bytes": 1000, "max_held_bytes_of_job": 1500, "max_held_bytes": 2500}
+    run = GatewayRun(tmp_path, limits=limits)
+    try:
+        first, second, third = (run.client(name) for name in ("job-a", "job-b", "job-c"))
+
+        def put(client, content):
+            return client.post("/v1/groups", content=content, headers={"content-type": "application/json"})
+
+        with begin_body(run, first, 1000) as held, begin_body(run, second, 1000):
+            for content in (b"[" * 501, (b"[" for _ in range(2))):  # the size of the second is not known: 1000 at most
+                answer = put(first, content)
+                refused(answer, 429, "too_many_calls")
+                assert answer.headers["retry-after"] == "1"
+            refused(put(third, b"[" * 501), 503, "unavailable")
+            refused(put(third, b"[" * 1001), 413, "too_large")
+            refused(put(third, b"[" * 500), 400, "not_this_message")
+            held.sendall(b"[" * 1000)
+            assert held.recv(1000).startswith(b"HTTP/1.1 400 ")
+            refused(put(first, b"[" * 501), 400, "not_this_message")  # what was held is given back
+    finally:
+        run.close()
+
+
 def test_a_full_queue_tells_when_to_repeat_and_a_too_large_group_is_named(tmp_path):
     run = GatewayRun(tmp_path, max_tokens=10)  # a group has 2 samples of 5 tokens
     try:

@@ -6,6 +6,7 @@ The front is a process: `vime sessions-front SERVER`.
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import pytest
 
 from tests.contract.sessions.test_sdk_sessions import LossyProxy, World, leave, plain
 from tests.helpers.scripted_engine import Held, Reply
+from vime.sessions.bodies import MOST_BYTES
 
 ASKED = [{"role": "user", "content": "q"}]
 
@@ -134,3 +136,27 @@ def test_a_server_that_stays_away_is_a_503_and_a_refusal_is_passed_on(world: Wor
         with pytest.raises(openai.InternalServerError, match=r"away for 0\.2 s") as refusal:
             ask(front.client(session))
     assert refusal.value.status_code == 503
+
+
+def test_a_server_that_hangs_is_a_504_after_the_deadline() -> None:
+    hangs = socket.create_server(("127.0.0.1", 0))  # the system takes the connection, and nobody answers
+    with (
+        hangs,
+        Front(hangs.getsockname()[1], "--deadline-secs", "0.2") as front,
+        pytest.raises(openai.InternalServerError, match=r"has not answered for 0\.2 s") as refusal,
+    ):
+        ask(front.client({"key": "any"}))
+    assert refusal.value.status_code == 504
+
+
+@pytest.mark.parametrize(
+    ("header", "sent"),
+    [
+        (f"Content-Length: {MOST_BYTES + 1}", b""),
+        ("Transfer-Encoding: chunked", b"%x\r\n" % (MOST_BYTES + 1) + b"x" * (MOST_BYTES + 1) + b"\r\n"),
+    ],
+)
+def test_a_body_that_the_server_would_refuse_is_refused_before_it_is_kept(header: str, sent: bytes) -> None:
+    with Front(1) as front, socket.create_connection(("127.0.0.1", front.port), timeout=20) as client:
+        client.sendall(f"POST /v1/messages HTTP/1.1\r\nHost: m\r\n{header}\r\n\r\n".encode() + sent)
+        assert client.recv(1000).startswith(b"HTTP/1.1 413 ")  # though its end was never sent

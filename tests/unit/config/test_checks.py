@@ -454,6 +454,10 @@ def test_a_flag_that_nothing_reads_is_refused_and_passes_where_it_is_read(name: 
             resolved(model_dir, *given, *UNREAD.get(name, []))
 
 
+def test_an_agent_reads_the_arguments_of_the_chat_template(model_dir: Path) -> None:
+    resolved(model_dir, *AGENT, "--apply-chat-template-kwargs", '{"enable_thinking": false}')
+
+
 def test_keys_of_records_are_not_read_without_records(model_dir: Path) -> None:
     flags = [flag for flag in base(model_dir) if not flag.endswith(("--prompt-data", "train.jsonl"))]
     with pytest.raises(

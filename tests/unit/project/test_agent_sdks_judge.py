@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,15 @@ from vime.sessions.recording import Turn, row_samples
 from vime.types import Sample, VersionSpan
 
 # Session a: two turns of one conversation and a subagent; session b: one turn.
-SAID = {"a": (([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6]), ([9], [8])), "b": (([1, 2], [3, 4]),)}
+# They are those of the first two programs.
+Said = tuple[tuple[list[int], list[int]], ...]  # prompt and completion of each request
+SAID: dict[str, Said] = {"a": (([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6]), ([9], [8])), "b": (([1, 2], [3, 4]),)}
 
 
-def rows_and_lines() -> tuple[list[Sample], list[dict[str, object]]]:
+def rows_and_lines(sessions: Mapping[str, Said] = SAID) -> tuple[list[Sample], list[dict[str, object]]]:
     """The rows of a round of one group of two, and the journal's lines."""
     rows, lines = [], []
-    for index, (session, said) in enumerate(SAID.items()):
+    for index, (session, said) in enumerate(sessions.items()):
         turns = []
         for number, (prompt, tokens) in enumerate(said):
             log_probs = [-0.1 * (number + place + 1) for place in range(len(tokens))]
@@ -123,6 +125,16 @@ def test_each_departure_is_named(
     rows, lines = rows_and_lines()
     breaks(rows, lines)
     assert faults(tmp_path, rows, lines) == found
+
+
+def test_a_conversation_that_broke_at_the_engine_and_in_the_rows_is_named_with_its_program(tmp_path: Path) -> None:
+    """The second turn of session a is rendered anew, so that it begins a row of its own: rows and branches agree."""
+    again = ([7, 2, 3, 4, 5], [6])
+    rows, lines = rows_and_lines({**SAID, "a": (SAID["a"][0], again, SAID["a"][2])})
+    assert [row.session_id for row in rows] == ["a", "a", "a", "b"]
+    assert faults(tmp_path, rows, lines) == {"other_rows": 1}
+    verdict = judge([rows], read_journal(tmp_path), groups=1, samples=2)
+    assert verdict.other_rows == ["session a of openai_chat.py: 3 rows of 3 branches, wanted 2"]
 
 
 def test_a_group_that_two_rounds_trained_is_named_sample_by_sample(tmp_path: Path) -> None:

@@ -184,6 +184,50 @@ def test_budgets_of_tokens_and_seconds_end_a_session_and_cut_the_last_completion
     run(tmp_path, story, completion("abc", reason="length"), now=now)
 
 
+def test_turns_that_run_at_the_same_time_share_the_budget_of_tokens(tmp_path: Path) -> None:
+    async def story(sessions: Sessions, engine: Engine) -> None:
+        session, _ = await sessions.create(0, 0, Budget(tokens=30))
+        live = sessions.by_id(session.id)
+        engine.gate.clear()
+        asks = [asyncio.create_task(sessions.ask(live, ASK, digest=f"{number}")) for number in range(4)]
+        while len(engine.prompts) < 2:
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert engine.limits == [20, 10]  # 20 of the run; 10 are left, and nothing for the others until one ends
+        engine.gate.set()
+        done = await asyncio.gather(*asks, return_exceptions=True)
+        # the first two used 20 and 5, so 5 came back for the third; the fourth waited in vain
+        assert engine.limits == [20, 10, 5]
+        assert [len(entry.turn.token_ids) for entry in live.entries] == [20, 5, 5]
+        assert isinstance(done[3], Refused)
+        assert (done[3].status, done[3].code, session.stopped) == (403, "budget_tokens", "budget of 30 tokens")
+        assert live.reserved == {}
+
+    answers = [completion("a" * length, reason="length") for length in (20, 5, 5)]
+    run(tmp_path, story, *answers, now=[0.0])
+
+
+def test_a_turn_that_fails_gives_back_what_it_had_reserved(tmp_path: Path) -> None:
+    async def story(sessions: Sessions, engine: Engine) -> None:
+        session, _ = await sessions.create(0, 0, Budget(tokens=20))
+        live = sessions.by_id(session.id)
+        engine.gate.clear()
+        failing, waiting = [asyncio.create_task(sessions.ask(live, ASK, digest=digest)) for digest in "ab"]
+        while not engine.prompts:
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert engine.limits == [20]
+        engine.gate.set()
+        with pytest.raises(EngineLostError):
+            await failing
+        assert (await waiting).reply.content == "x"
+        assert engine.limits == [20, 20]
+
+    run(tmp_path, story, EngineLostError("gone"), completion("x<|im_end|>"), now=[0.0])
+
+
 def test_branches_of_a_session_are_rows_of_one_sample_with_its_reward(tmp_path: Path) -> None:
     async def story(sessions: Sessions, _: Engine) -> None:
         for index, reward in ((2, 0.25), (1, 1.25)):
