@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import os
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from functools import lru_cache
 from typing import cast
 
 from vime.rollout.loops import LoopThread
-from vime.types import VimeError
+from vime.types import LARGEST_REWARD, VimeError
 from vime.utils import die_with_parent
 
 SHOWN_BYTES = 400
@@ -105,9 +104,9 @@ async def run_function(function: Callable[..., object], task: AgentTask, *, time
         raise AgentFailed(f"it raised {type(error).__name__}: {error}"[: 2 * SHOWN_BYTES]) from error
     if value is None:
         return None
-    if isinstance(value, int | float) and math.isfinite(value):
+    if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD:
         return float(value)
-    raise AgentFailed(f"it returned {value!r:.60}; expected a finite number, or None")
+    raise AgentFailed(f"it returned {value!r:.60}; expected a finite number of at most {LARGEST_REWARD:.2g}, or None")
 
 
 def _text(value: object) -> str:

@@ -56,6 +56,7 @@ class JobWorker(GroupWorker):
         self._max_running = num_prompts
         self._version: Version = -1  # of the weights that were confirmed last
         self._leases: dict[Task, str] = {}
+        self._lease_calls, self._lease_answers = 0, 0
         self._ended = asyncio.Event()
         self._is_ending = False
         self._over = asyncio.Event()  # the run has said that no prompt is left
@@ -156,26 +157,50 @@ class JobWorker(GroupWorker):
                     await self._ended.wait()
                 continue
             call = m.LeasePrompts(request=request, count=wanted, wait_s=LEASE_WAIT_S)
+            self._lease_calls += 1
             granted = await self._client.call("/v1/leases", call, m.Prompts, longer_s=LEASE_WAIT_S)
+            self._lease_answers += 1
+            # Before the weights are loaded, which may take longer than two heartbeats.
+            assignments = [self._assignment(prompt, granted.serving) for prompt in granted.prompts]
             if granted.is_exhausted:  # before the look at the weights: the gateway may be gone in a moment
                 self._over.set()
                 break
             if granted.serving != self._version or granted.lags:
                 await self._load(granted.serving)
-            if granted.prompts:
-                return [self._assignment(prompt, granted.serving) for prompt in granted.prompts]
+            if assignments:
+                return assignments
         return []
 
     async def watch(self) -> None:
-        """Renew the leases; stop work whose lease has gone to another producer. Waits for: the clock."""
+        """Renew the leases; stop work whose lease has gone to another producer, and give back leases that nobody works
+        on. Waits for: the clock."""
+        strays: set[str] = set()
+        num_calls = 0  # calls for leases that had begun when `strays` were listed
         while True:
             await asyncio.sleep(min(self._registered.lease_timeout_s / 3, HEARTBEAT_S))
+            known = dict(self._leases)  # a response may be older than a lease that arrives before it
             alive = await self._client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)
             if alive.is_exhausted:
                 self._over.set()
             for task, work in list(self._running.items()):
-                if self.is_exhausted or (self._leases.get(task) not in alive.leases and not work.done()):
+                is_lost = task in known and known[task] not in alive.leases and not work.done()
+                if self.is_exhausted or is_lost:
                     work.cancel(f"group {task.group}: its lease has gone to another producer, or the run is over")
+            unknown = set(alive.leases).difference(known.values(), self._leases.values())
+            if self._lease_answers >= num_calls:  # else the response that brings them may still be on its way
+                for lease in strays & unknown:
+                    await self._return_stray(lease)
+            strays, num_calls = unknown, self._lease_calls
+
+    async def _return_stray(self, lease: str) -> None:
+        """Heartbeats would renew it for ever, and nobody would make its group."""
+        logger.warning("lease %s is given back: this job does not know it", lease)
+        try:
+            call = m.EndLease(lease=lease, reason="the job does not know this lease")
+            await self._client.call("/v1/leases/give-back", call, m.Ended)
+        except RefusedError as error:
+            if error.code not in LOST:
+                raise
 
     async def produce(self, assignment: Assignment) -> None:
         """Generate one group, then keep, drop or give it back. Work on a lost lease is discarded."""

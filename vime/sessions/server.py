@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
@@ -26,7 +25,7 @@ from vime.sessions.bodies import BodyTooLarge, read_body
 from vime.sessions.dialects import DIALECTS, Dialect, Json, encode_events, read_ask
 from vime.sessions.service import Live, Refused, Sessions
 from vime.sessions.store import Budget
-from vime.types import EngineError, LostError
+from vime.types import LARGEST_REWARD, EngineError, LostError
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +93,11 @@ def make_routes(*, admin_key: str, model: str) -> list[Route]:
         given = _read(await _body(request), _Complete)
         if given.failed is not None:
             await _service(request).fail(live, given.failed)
-        elif given.reward is not None and math.isfinite(given.reward):
+        elif given.reward is not None and abs(given.reward) <= LARGEST_REWARD:
             await _service(request).complete(live, given.reward)
         else:
-            raise Refused(400, "reward", "expected a finite reward, or failed with a reason")
+            what = f"expected a finite reward of at most {LARGEST_REWARD:.2g}, or failed with a reason"
+            raise Refused(400, "reward", what)
         return _described(live)
 
     async def show(request: Request) -> Response:

@@ -76,6 +76,11 @@ def raises(task: AgentTask) -> float:
     raise KeyError(task.prompt)
 
 
+def returns_too_much(task: AgentTask) -> float:
+    two_turns(task)
+    return 1e39
+
+
 def returns_text(task: AgentTask) -> str:
     return f"{task.label}"
 
@@ -297,7 +302,8 @@ def sees_the_cache(task: AgentTask) -> float:
     ("name", "reason"),
     [
         ("raises", "it raised KeyError: '1+1='"),
-        ("returns_text", "it returned '2'; expected a finite number, or None"),
+        ("returns_text", "it returned '2'; expected a finite number of at most 3.4e+38, or None"),
+        ("returns_too_much", "it returned 1e+39; expected a finite number of at most 3.4e+38, or None"),
         ("asks_nothing", "the session has no turn to reward; let it fail instead"),
     ],
 )

@@ -358,6 +358,16 @@ def test_a_budget_of_turns_ends_the_session_with_its_reason(world: World) -> Non
     assert (row.status, row.reward) == (SampleStatus.TRUNCATED, 1.0)
 
 
+@pytest.mark.parametrize("reward", [1e39, -1e39])
+def test_a_reward_that_no_trainer_can_hold_is_refused_and_may_be_said_again(world: World, reward: float) -> None:
+    session = world.session()
+    _chat(_openai(session), [{"role": "user", "content": "q"}], stream=False)
+    refused = world.call(session, "POST", "/complete", {"reward": reward})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "reward")
+    assert "at most 3.4e+38" in refused.json()["error"]["message"]
+    assert world.call(session, "POST", "/complete", {"reward": 1}).json()["reward"] == 1.0
+
+
 def test_a_failed_session_is_failed_and_has_no_reward(world: World) -> None:
     session = world.session()
     _chat(_openai(session), [{"role": "user", "content": "q"}], stream=False)

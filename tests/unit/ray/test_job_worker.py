@@ -86,12 +86,12 @@ def test_a_job_packs_its_columns(tmp_path):
     )  # fmt: skip
 
 
-def run_with(gateway, tmp_path) -> JobWorker:
+def run_with(gateway, tmp_path, kind=JobWorker) -> JobWorker:
     write_model_directory(tmp_path / "model")
     args = make_args("--hf-checkpoint", tmp_path / "model", "--rm-type", "exact_match")
 
     async def run():
-        worker = JobWorker(args, gateway, REGISTERED, Loader(), num_prompts=2)
+        worker = kind(args, gateway, REGISTERED, Loader(), num_prompts=2)
         async with asyncio.timeout(20):
             await worker.run()
         await worker.leave()
@@ -138,3 +138,80 @@ def test_vime_produce_refuses_engines_of_others_by_name():
     )  # fmt: skip
     said = "refused: --rollout-external-engine-addrs with vime produce"
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+class LateGateway:
+    """Its first heartbeat is answered when a lease has come after it was made; until the second nothing is done."""
+
+    def __init__(self) -> None:
+        self.begun, self.is_worked_on, self.again = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.ended = asyncio.Event()
+        self.beats = 0
+
+    async def call(self, path, message, kind, **waits):
+        if kind is m.Alive:
+            self.beats += 1
+            if self.beats == 1:
+                self.begun.set()
+                await self.is_worked_on.wait()
+                return m.Alive(leases=[], serving=-1)
+            self.again.set()
+            return m.Alive(leases=["L"], serving=-1)
+        await self.begun.wait()
+        if self.is_worked_on.is_set():
+            await self.ended.wait()
+            return m.Prompts(prompts=[], serving=-1, is_exhausted=True)
+        prompt = m.Prompt(lease="L", group=5, attempt=0, prompt="", tokens=[1], label=None, samples=[])
+        return m.Prompts(prompts=[prompt], serving=-1)
+
+
+class Patient(JobWorker):
+    """Works on a group until the gateway has heard two heartbeats."""
+
+    async def generate(self, assignment):
+        self._client.is_worked_on.set()
+        await self._client.again.wait()
+        return []
+
+    async def finish(self, assignment, samples):
+        self.stats.committed_groups += 1
+
+    async def produce(self, assignment):
+        try:
+            await super().produce(assignment)
+        finally:
+            self._client.ended.set()
+
+
+@pytest.mark.timeout(60)
+def test_a_heartbeat_that_is_older_than_a_lease_stops_no_work(tmp_path):
+    assert run_with(LateGateway(), tmp_path, Patient).stats.committed_groups == 1
+
+
+class StrayGateway:
+    """Lists a lease in each heartbeat that the job never got. A call for leases is answered every third one."""
+
+    def __init__(self) -> None:
+        self.beats, self.beaten, self.given_back = 0, asyncio.Event(), []
+
+    async def call(self, path, message, kind, **waits):
+        if kind is m.Alive:
+            self.beats += 1
+            if self.beats % 3 == 0:
+                self.beaten.set()
+            return m.Alive(leases=[] if self.given_back else ["stray"], serving=-1)
+        if path == "/v1/leases/give-back":
+            self.given_back.append((message.lease, self.beats))
+            return m.Ended(repeated=False)
+        await self.beaten.wait()
+        self.beaten.clear()
+        return m.Prompts(prompts=[], serving=-1, is_exhausted=bool(self.given_back) or self.beats > 12)
+
+
+@pytest.mark.timeout(60)
+def test_a_lease_that_the_job_does_not_know_is_given_back_once_no_response_can_bring_it(tmp_path):
+    gateway = StrayGateway()
+    run_with(gateway, tmp_path)
+    [(lease, beats)] = gateway.given_back
+    assert lease == "stray"
+    assert beats in (3, 4), "while a call for leases is under way, its response may bring the lease"
