@@ -226,8 +226,6 @@ def start_ray(config: Config, on_retry: Callable[[], None] = lambda: None, *, pa
     else:
         _join_ray(config)
     patience.wait(lambda: _lacks(demand), on_retry)
-    free = ray.available_resources()
-    logger.info("Ray has %s free; this run asks for %g CPU and %g GPU", free, demand.cpus, demand.gpus)
 
 
 def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]) -> None:
@@ -442,4 +440,5 @@ def _lacks(demand: Demand) -> str:
                 f"{ray.cluster_resources().get(name, 0.0):g} are free. Stop other jobs, add nodes, or lower "
                 "--actor-num-gpus-per-node / --rollout-num-engines."
             )
+    logger.info("Ray has %s free; this run asks for %g CPU and %g GPU", free, demand.cpus, demand.gpus)
     return ""

@@ -168,7 +168,7 @@ def test_a_marker_that_names_an_older_checkpoint_is_said(tmp_path: Path) -> None
 def test_a_run_that_starts_again_reads_its_checkpoint_before_it_starts_a_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start_components(*_: Any) -> Any:
+    def start_components(*_: Any, **_named: Any) -> Any:
         raise EngineError("the parts were started")
 
     monkeypatch.setattr(launch, "start_components", start_components)

@@ -317,7 +317,7 @@ def test_a_start_of_ray_that_fails_in_a_restart_is_a_restart_used(
     starts: list[str] = []
 
     @contextlib.contextmanager
-    def start_components(*_: Any) -> Iterator[Components]:
+    def start_components(*_: Any, **_named: Any) -> Iterator[Components]:
         starts.append("start")
         if len(starts) == 2:
             raise ClusterError("a local Ray did not start")
@@ -465,7 +465,7 @@ def test_a_second_signal_does_not_claim_that_nothing_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     @contextlib.contextmanager
-    def killed(*_: Any):
+    def killed(*_: Any, **_named: Any):
         raise KeyboardInterrupt
         yield
 
@@ -483,7 +483,7 @@ def test_a_run_is_the_parent_of_orphans_before_anything_is_started(
     program: Any = SimpleNamespace(loss=None, is_alone=True, adopt_orphans=lambda: order.append("adopts orphans"))
 
     @contextlib.contextmanager
-    def opened(*_: Any):
+    def opened(*_: Any, **_named: Any):
         order.append("starts parts")
         raise KeyboardInterrupt
         yield
