@@ -21,7 +21,7 @@ from vime.ray.losses import Losses
 from vime.ray.rollout_manager import RolloutManager
 from vime.ray.stores import actors_of, is_dead, start_queue, stop_queue
 from vime.ray.trainers import Trainers
-from vime.ray.waits import wait_for
+from vime.ray.waits import HANGS_S, Silence, wait_for
 from vime.types import ClusterError, HandoffLostError, VimeError
 from vime.utils.errors import first_line
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 STOP_S = 5.0
-HANGS_S = 30.0
-"""Seconds without a response after which a part of the queue is ended. Its clients give up after three tries of 20 s,
-which would restart the run."""
 
 
 class QueueKeeper:
@@ -46,7 +43,7 @@ class QueueKeeper:
         self._told: list[str] = []  # for the user
         self._end: Exception | None = None
         self._asked: dict[str, ObjectRef[object]] = {}
-        self._asked_at: dict[str, float] = {}  # monotonic
+        self._silence: dict[str, Silence] = {}  # of each that was asked
         self._is_closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -102,7 +99,7 @@ class QueueKeeper:
         for name, actor in actors_of(address).items():
             if name not in self._asked:
                 self._asked[name] = cast("ObjectRef[object]", actor.get_zmq_server_info.remote())
-                self._asked_at[name] = time.monotonic()
+                self._silence[name] = Silence()
             asked = self._asked[name]
             done, _ = ray.wait([asked], timeout=0)
             if done:
@@ -111,7 +108,7 @@ class QueueKeeper:
                     ray.get(done[0], timeout=STOP_S)
                 except ray.exceptions.RayActorError as error:
                     raise ClusterError(f"The {name} died: {first_line(error)}") from error
-            elif time.monotonic() - self._asked_at[name] > HANGS_S:
+            elif self._silence[name].is_too_long():
                 raise ClusterError(f"The {name} lives, but has not responded for {HANGS_S:.0f} s.")
 
     def _replace(self, error: VimeError) -> None:

@@ -27,7 +27,26 @@ Result = TypeVar("Result")
 POLL_S = 0.25
 START_GRACE_S = 30.0  # beyond a start's own deadline, for an actor to say what it found
 DEATH_GRACE_S = 2.0  # after a failure, for Ray to report that an actor died
+HANGS_S = 30.0
+"""Seconds without a response after which a part of the queue, a rollout worker or the gateway is ended. The queue's
+clients give up after three tries of 20 s, which would restart the run."""
+LONGEST_LOOK_S = 2.0
 GET_S = 10.0  # for Ray to deliver results that are finished
+
+
+class Silence:
+    """How long a process has not responded, in time in which this process ran: one that was stopped itself would take
+    everybody whom it had asked before for dead."""
+
+    def __init__(self) -> None:
+        self._seconds, self._looked = 0.0, time.monotonic()
+
+    def is_too_long(self) -> bool:
+        """Look at the clock; called about every second while there is no response."""
+        now = time.monotonic()
+        self._seconds += min(now - self._looked, LONGEST_LOOK_S)
+        self._looked = now
+        return self._seconds > HANGS_S
 
 
 class Interrupted(Exception):

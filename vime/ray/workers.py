@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
@@ -40,7 +40,7 @@ from vime.ray.cluster import WORKER_CPUS, num_worker_processes
 from vime.ray.gateway import PROCESS, EvalProgress, GatewayActor, gateway_of
 from vime.ray.ledger_actor import LedgerClient
 from vime.ray.stores import is_dead
-from vime.ray.waits import wait_for
+from vime.ray.waits import HANGS_S, Silence, wait_for
 from vime.ray.worker_process import WorkerProcess, WorkerReport
 from vime.rollout import sample_recorder
 from vime.rollout.abort_scope import KEEP_S
@@ -75,8 +75,6 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 """Seconds between two checks of the workers: a dead one is noticed after this time at most."""
 CALL_S = 60.0
-HANGS_S = 30.0
-"""Seconds without a response after which a worker is ended. A thread of its own responds, whatever plug-ins do."""
 MAX_DEATHS = 3
 """Workers that may die one after the other without a group stored in between: then something kills every one."""
 
@@ -143,7 +141,7 @@ class _Host:
     gateway: Actor[GatewayActor] | None = None  # the same actor, when it is the gateway
     report: WorkerReport | None = None
     asked: ObjectRef[WorkerReport] | None = None  # a report that was requested and has not arrived yet
-    asked_at: float = 0.0  # monotonic
+    silence: Silence = field(default_factory=Silence)  # since it was requested
 
 
 def _end(host: _Host) -> None:
@@ -489,10 +487,10 @@ class RemoteWorkers:
 
     def _is_dead(self, host: _Host) -> bool:
         if host.asked is None:
-            host.asked, host.asked_at = host.actor.ask(WorkerProcess.report), time.monotonic()
+            host.asked, host.silence = host.actor.ask(WorkerProcess.report), Silence()
         done, _ = ray.wait([host.asked], timeout=0)
         if not done:
-            is_hanging = time.monotonic() - host.asked_at > HANGS_S
+            is_hanging = host.silence.is_too_long()  # a thread of its own responds, whatever plug-ins do
             if is_hanging:
                 logger.warning("%s (%s) lives, but has not responded for %g s", _process(host), host.name, HANGS_S)
                 _end(host)
