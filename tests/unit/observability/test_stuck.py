@@ -65,6 +65,14 @@ def test_a_working_engine_is_no_reason_to_worry_however_idle_the_router_is() -> 
     assert found.line.endswith("from engine-0; engine-0 is at work")
 
 
+def test_a_lost_engine_that_no_node_has_room_for_is_said_and_is_not_stuck() -> None:
+    driver = process("driver", *GENERATION.waits, work=(SeenWork(name="no node has room for engine-1", age_s=40),))
+    dead = process("engine-1", state=State.DEAD)
+    found = verdict(driver, MANAGER, process("router"), process("engine-0", cpu_share=0.9), dead)
+    assert not found.is_stuck
+    assert found.line.endswith("; engine-1 is lost, and no node of the cluster has room for it since 40 s")
+
+
 def test_of_several_routers_the_one_is_named_that_is_stopped_or_away() -> None:
     up, engine = process("router-0"), process("engine-0", cpu_share=0.9)
     stopped = verdict(GENERATION, MANAGER, up, process("router-1", state=State.STOPPED), engine)

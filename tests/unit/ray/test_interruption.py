@@ -23,6 +23,7 @@ from vime.ray import components as components_module
 from vime.ray import engines, launch, rollout_manager
 from vime.ray.actor import Actor
 from vime.ray.checkpoint import Draft, RunState, Start, find_latest, read_run_state, save_checkpoint
+from vime.ray.cluster import Patience
 from vime.ray.components import Components, Parts, Watchers
 from vime.ray.interrupts import Interrupts
 from vime.ray.losses import Losses
@@ -314,11 +315,11 @@ def test_a_life_is_progress_only_past_the_newest_round_of_any_life_before(tmp_pa
 def test_a_start_of_ray_that_fails_in_a_restart_is_a_restart_used(
     components: Components, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    starts: list[str] = []
+    starts: list[float] = []
 
     @contextlib.contextmanager
-    def start_components(*_: Any, **_named: Any) -> Iterator[Components]:
-        starts.append("start")
+    def start_components(*_: Any, patience: Patience) -> Iterator[Components]:
+        starts.append(patience.seconds)
         if len(starts) == 2:
             raise ClusterError("a local Ray did not start")
         if len(starts) == 3:
@@ -331,9 +332,10 @@ def test_a_start_of_ray_that_fails_in_a_restart_is_a_restart_used(
 
     monkeypatch.setattr(launch, "start_components", start_components)
     monkeypatch.setattr(launch, "setup_logging", lambda *_: None)
-    end = launch._run(parse(["--max-restarts", "3"]), components.run_dir, schedule, FIRST_PROGRAM)
+    flags = ["--max-restarts", "3", "--start-timeout-secs", "77", "--ray-address", "10.0.0.1:6379"]
+    end = launch._run(parse(flags), components.run_dir, schedule, FIRST_PROGRAM)
     assert end == 0
-    assert len(starts) == 4
+    assert starts == [0, 77, 77, 77], "only restarts wait for nodes of a cluster"
     said = capsys.readouterr()
     assert "restart 3 of 3" in said.out + said.err
 

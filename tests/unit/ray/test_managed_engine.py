@@ -18,7 +18,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def works() -> list[str]:
-    return [stretch.name for stretch in waits._OPEN.values() if stretch.name.startswith(waits.STARTS_AGAIN)]
+    return [
+        stretch.name for stretch in waits._OPEN.values() if stretch.name.startswith((waits.STARTS_AGAIN, waits.NO_NODE))
+    ]
 
 
 def test_losses_in_a_row_are_waited_for_longer_and_a_served_version_ends_the_row(clock: SimpleNamespace) -> None:
@@ -44,4 +46,17 @@ def test_away_is_from_the_first_loss_to_the_next_version_and_shown_as_long(clock
     engine.respond(EngineAddress(name="engine-3", url="http://there"))
     assert works() == ["starting again: engine-3"]  # ready is not served
     assert engine.serve() == 12
+    assert works() == []
+
+
+def test_a_lost_engine_says_whether_a_node_has_room_for_it() -> None:
+    engine = ManagedEngine(3)
+    engine.lose()
+    for has_node, said in ((False, "no node has room for engine-3"), (True, "starting again: engine-3")):
+        engine.losses.see(has_node=has_node)
+        assert works() == [said]
+    engine.losses.see(has_node=False)
+    engine.lose()
+    assert (engine.losses.has_node, works()) == (True, ["starting again: engine-3"])
+    engine.losses.end()
     assert works() == []
