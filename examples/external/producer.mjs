@@ -28,10 +28,11 @@ const LETTERS = [...args.letters].filter((letter) => letter in VOCABULARY);
 const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
 let loaded = null; // the last report of weights: a gateway that was started again asks for it
 
-class Gone extends Error {} // the lease or the weights that a call is about
+class Gone extends Error {} // the lease or the weights that a call is about, or a file of them arrived broken
 
-/** Send a call until its response arrives: every call may be repeated as it was, and counts once. */
-async function call(method, path, body, { raw = false, awayMs = AWAY_MS } = {}) {
+/** Return the message of the response, or the bytes of a file with that `sha256`. A call is sent until its response
+ * arrives: it may be repeated as it was, and counts once. */
+async function call(method, path, body, { sha256 = "", awayMs = AWAY_MS } = {}) {
   let responded = Date.now();
   for (;;) {
     let waitS = 1;
@@ -43,8 +44,14 @@ async function call(method, path, body, { raw = false, awayMs = AWAY_MS } = {}) 
         signal: AbortSignal.timeout(60_000),
       });
       const content = Buffer.from(await response.arrayBuffer());
-      if (response.status === 200) return raw ? content : JSON.parse(content);
-      const error = JSON.parse(content);
+      if (response.status === 200 && sha256) {
+        if (createHash("sha256").update(content).digest("hex") === sha256) return content;
+        throw new Gone("other bytes than the manifest says");
+      }
+      const message = JSON.parse(content); // fails when a proxy responded, not the gateway
+      if (message === null || typeof message !== "object" || Array.isArray(message)) throw new Error("no message");
+      if (response.status === 200) return message;
+      const error = message;
       responded = Date.now();
       waitS = Number(response.headers.get("retry-after") ?? 1);
       if (GONE.includes(error.code)) throw new Gone(error.code);
@@ -69,8 +76,7 @@ async function load() {
   const manifest = await call("GET", "/v1/weights/serving");
   const files = {};
   for (const { name, sha256 } of manifest.files) {
-    files[name] = await call("GET", `/v1/weights/${manifest.version}/files/${name}`, undefined, { raw: true });
-    if (createHash("sha256").update(files[name]).digest("hex") !== sha256) throw new Error(`${name} arrived broken`);
+    files[name] = await call("GET", `/v1/weights/${manifest.version}/files/${name}`, undefined, { sha256 });
   }
   const digest = new Blake2b(16);
   for (const { name, dtype, shape, file } of JSON.parse(files["tensors.json"]).tensors) {
@@ -205,6 +211,7 @@ for (;;) {
     lags = answer.lags;
   } catch (failure) {
     if (!(failure instanceof Gone)) throw failure;
+    console.error(`again: ${failure.message}`);
     await sleep(500); // go on with the weights and prompts that are there, or will be
   }
 }

@@ -9,6 +9,7 @@ A token is one producer: give a second process a token of its own. SIGTERM gives
 
 import argparse
 import hashlib
+import json
 import os
 import signal
 import sys
@@ -30,18 +31,19 @@ def reward(completion: str, label: object, is_complete: bool) -> float:
 class Gateway(httpx.Client):
     loaded: dict  # the last report of weights: a gateway that was started again asks for it
 
-    class GoneError(Exception):
-        """The lease or the weights that a call is about are gone."""
+    class GoneError(Exception): ...  # the lease or the weights of the call, or a file arrived broken
 
-    def call(self, method: str, path: str, body: dict | None = None, *, away_s: float = 300.0) -> httpx.Response:
-        """Send a call until its response arrives: every call may be repeated as it was, and counts once. A gateway that
-        does not respond for `away_s` ends the job, as a refusal does."""
+    def call(self, method: str, path: str, body: dict | None = None, *, away_s: float = 300.0, sha256: str = ""):
+        """Return the response's message, or the bytes of a file with that `sha256`. Every call may be repeated as it
+        was, and counts once: it is, until a response arrives. None for `away_s` ends the job, as a refusal does."""
         responded, wait_s = time.monotonic(), 1.0
         while True:
             try:
                 response = self.request(method, path, json=body)
                 if response.status_code == 200:
-                    return response
+                    if sha256 and hashlib.sha256(response.content).hexdigest() != sha256:
+                        raise self.GoneError("other bytes than the manifest says")
+                    return response.content if sha256 else response.json() | {}
                 error, responded = response.json(), time.monotonic()
                 if error["code"] in ("lease_lost", "unknown_lease", "unknown_version", "unknown_file"):
                     raise self.GoneError(error["code"])
@@ -50,7 +52,7 @@ class Gateway(httpx.Client):
                 elif not error["may_repeat"]:
                     raise SystemExit(response.text)
                 wait_s = float(response.headers.get("retry-after", 1))
-            except (httpx.TransportError, ValueError) as failure:  # ValueError: a proxy responded, not the gateway
+            except (httpx.TransportError, ValueError, TypeError, KeyError, RecursionError) as failure:  # or no message
                 if time.monotonic() - responded > away_s:
                     raise SystemExit(f"{method} {path}: no response within {away_s:g} s: {failure!r}") from None
             time.sleep(wait_s)
@@ -66,14 +68,13 @@ class Policy:
 
     def load(self, gateway: Gateway) -> None:
         """Load the weights that the run serves, and report the hash of what was loaded."""
-        manifest, state = gateway.call("GET", "/v1/weights/serving").json(), {}
-        for file in manifest["files"]:
-            response = gateway.call("GET", f"/v1/weights/{manifest['version']}/files/{file['name']}")
-            assert hashlib.sha256(response.content).hexdigest() == file["sha256"], "other bytes than the manifest says"
-            if file["name"] == "tensors.json":
-                entries = response.json()["tensors"]
-            elif file["name"].endswith(".safetensors"):
-                state |= safetensors.torch.load(response.content)
+        manifest, state = gateway.call("GET", "/v1/weights/serving"), {}
+        for name, sha256 in ((file["name"], file["sha256"]) for file in manifest["files"]):
+            content = gateway.call("GET", f"/v1/weights/{manifest['version']}/files/{name}", sha256=sha256)
+            if name == "tensors.json":
+                entries = json.loads(content)["tensors"]
+            elif name.endswith(".safetensors"):
+                state |= safetensors.torch.load(content)
         self.model.load_state_dict(state, strict=False, assign=True)
         self.model.tie_weights()
         loaded, digest = self.model.state_dict(), hashlib.blake2b(digest_size=16)
@@ -100,13 +101,12 @@ class Policy:
             steps.append((tokens_N1, logp_NV.gather(1, tokens_N1)))
         tokens_NR, logp_NR = (torch.cat(part, dim=1).tolist() for part in zip(*steps, strict=True))
         for asked, tokens, logp in zip(prompt["samples"], tokens_NR, logp_NR, strict=True):
-            is_complete = eos in tokens
-            length = tokens.index(eos) + 1 if is_complete else most
+            length = tokens.index(eos) + 1 if (is_complete := eos in tokens) else most
             text = self.tokenizer.decode(tokens[:length], skip_special_tokens=True)
             sample = {"index": asked["index"], "tokens": prompt["tokens"] + tokens[:length], "response": text}
             sample |= {"response_length": length, "log_probs": logp[:length], "versions": [[0, length, self.version]]}
-            sample |= {"status": "completed" if is_complete else "truncated"}
-            samples.append(sample | {"reward": reward(text, prompt["label"], is_complete)})
+            sample |= {"reward": reward(text, prompt["label"], is_complete)}
+            samples.append(sample | {"status": "completed" if is_complete else "truncated"})
         return samples
 
 
@@ -127,20 +127,20 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     policy, request, answer = Policy(args.model), uuid.uuid4().hex, {"lags": "the first weights", "is_exhausted": False}
     gateway = Gateway(base_url=args.address, headers={"authorization": f"Bearer {args.token}"}, timeout=60)
-    run = gateway.call("POST", "/v1/producers/register", {"model": args.model, "engines": 1}).json()
-    temperature = run["temperature"] if args.temperature is None else args.temperature
+    run = gateway.call("POST", "/v1/producers/register", {"model": args.model, "engines": 1})
     threading.Thread(target=beat, args=(gateway, run["lease_timeout_s"] / 4), daemon=True).start()
     try:
         while not answer["is_exhausted"]:
             try:
                 if answer["lags"]:
                     policy.load(gateway)
-                answer = gateway.call("POST", "/v1/leases", {"request": request, "wait_s": 20}).json()
+                answer = gateway.call("POST", "/v1/leases", {"request": request, "wait_s": 20})
                 request = uuid.uuid4().hex if answer["prompts"] else request  # else it keeps its place in the line
                 for prompt in answer["prompts"]:
-                    samples = policy.generate(prompt, args.max_new_tokens, temperature)
+                    samples = policy.generate(prompt, args.max_new_tokens, args.temperature or run["temperature"])
                     gateway.call("POST", "/v1/groups", {"lease": prompt["lease"], "samples": samples})
-            except Gateway.GoneError:  # go on with the weights and prompts that are there, or will be
+            except Gateway.GoneError as gone:  # go on with the weights and prompts that are there, or will be
+                print(f"again: {gone}", file=sys.stderr)
                 time.sleep(0.5)
     finally:
         gateway.call("POST", "/v1/producers/leave", {}, away_s=10)

@@ -27,8 +27,9 @@ def once(method, path, body):
     try:
         connection.request(method, path, None if body is None else json.dumps(body), HEADERS)
         response = connection.getresponse()
-        return response.status, float(response.headers.get("retry-after", 1)), json.loads(response.read())
-    except (http.client.HTTPException, OSError, ValueError) as error:
+        message = json.loads(response.read()) | {}  # TypeError: JSON, but no message
+        return response.status, float(response.headers.get("retry-after", 1)), message
+    except (http.client.HTTPException, OSError, ValueError, TypeError, RecursionError) as error:
         raise ConnectionError(str(error)) from error
     finally:
         connection.close()
@@ -38,7 +39,13 @@ def call(method, path, body=None):
     while True:
         try:
             status, wait_s, message = once(method, path, body)
-        except ConnectionError:
+        except ConnectionError as error:
+            if (
+                FAULT == "trusting"
+                and path == "/v1/groups"
+                and not isinstance(error.__cause__, OSError | http.client.HTTPException)
+            ):
+                return {}  # "it has status 200"
             if FAULT == "other-request" and path == "/v1/leases":
                 body = {**body, "request": uuid.uuid4().hex}
             if FAULT == "no-repeat" and path == "/v1/groups":

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind", bound=m.Message)
+Result = TypeVar("Result")
 
 CALL_S = 60.0
 PATIENCE_S = 600.0
@@ -60,11 +62,10 @@ class GatewayClient:
         """POST a message. `longer_s`: how much longer than usual the gateway may take; `patience_s`: how long it may be
         away, if not as usual."""
         body = msgspec.msgpack.encode(message)
-        response = await self._repeated("POST", path, body, longer_s=longer_s, patience_s=patience_s)
-        return _decoded(path, response, kind)
+        return await self._repeated("POST", path, body, _reader(path, kind), longer_s=longer_s, patience_s=patience_s)
 
     async def get(self, path: str, kind: type[Kind]) -> Kind:
-        return _decoded(path, await self._repeated("GET", path, None), kind)
+        return await self._repeated("GET", path, None, _reader(path, kind))
 
     async def download(self, version: int, file: m.WeightFile, directory: Path) -> None:
         """Write one file of a version, part by part. RefusedError when it is not the file of the manifest."""
@@ -75,9 +76,9 @@ class GatewayClient:
         with draft.open("wb") as written:
             for start in range(0, file.num_bytes, PART_BYTES):
                 end = min(start + PART_BYTES, file.num_bytes) - 1
-                response = await self._repeated("GET", path, None, headers={"Range": f"bytes={start}-{end}"})
-                digest.update(response.content)
-                written.write(response.content)
+                content = await self._repeated("GET", path, None, _content, headers={"Range": f"bytes={start}-{end}"})
+                digest.update(content)
+                written.write(content)
         if digest.hexdigest() != file.sha256:
             draft.unlink()
             raise VimeError(
@@ -94,12 +95,15 @@ class GatewayClient:
         method: str,
         path: str,
         body: bytes | None,
+        read: Callable[[Response], Result | None],
         *,
         headers: dict[str, str] | None = None,
         longer_s: float = 0.0,
         patience_s: float | None = None,
-    ) -> Response:
-        """Waits for: a response that is no refusal to repeat. Unblocked by: the gateway."""
+    ) -> Result:
+        """Return what `read` makes of the response; None: it is not the gateway's, and counts as a lost one.
+
+        Waits for: a response that is no refusal to repeat. Unblocked by: the gateway."""
         if self._session is None:
             self._session = HttpSession(is_outside=True)
         patience_s = self._patience_s if patience_s is None else patience_s
@@ -122,9 +126,10 @@ class GatewayClient:
                 except HttpFailure as error:
                     problem = str(error)
                 else:
-                    if response.status in (200, 206):
-                        return response
-                    refusal = _refusal(path, response)
+                    is_done = response.status in (200, 206)
+                    if is_done and (result := read(response)) is not None:
+                        return result
+                    refusal = None if is_done else _refusal(path, response)
                     if refusal is not None and (not refusal.may_repeat or refusal.code == UNCONFIRMED):
                         raise RefusedError(path, refusal)
                     problem = response.described() if refusal is None else f"{refusal.code}: {refusal.what}"
@@ -150,10 +155,28 @@ def _refusal(path: str, response: Response) -> m.ErrorBody | None:
         ) from error
 
 
-def _decoded(path: str, response: Response, kind: type[Kind]) -> Kind:
+def _content(response: Response) -> bytes:
+    return response.content
+
+
+def _reader(path: str, kind: type[Kind]) -> Callable[[Response], Kind | None]:
+    """Return a function that decodes a response; None for bytes that are no message at all, as of a proxy's page."""
+
+    def read(response: Response) -> Kind | None:
+        try:
+            return msgspec.msgpack.decode(response.content, type=kind)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            if not _is_message(response.content):
+                return None
+            raise VimeError(
+                f"{path}: the response is no {kind.__name__}: {error}. Does the gateway speak another version?"
+            ) from error
+
+    return read
+
+
+def _is_message(content: bytes) -> bool:
     try:
-        return msgspec.msgpack.decode(response.content, type=kind)
-    except msgspec.MsgspecError as error:
-        raise VimeError(
-            f"{path}: the response is no {kind.__name__}: {error}. Does the gateway speak another version?"
-        ) from error
+        return isinstance(msgspec.msgpack.decode(content), dict)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError):  # TypeError: a map as a map's key
+        return False

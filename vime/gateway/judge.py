@@ -76,10 +76,19 @@ def _downloaded(session: Session) -> str:
 
 
 def _repeated(session: Session) -> str:
+    return _not_sent_again(session, "lost", "response was lost") or _not_sent_again(
+        session, "unavailable", "call got 503"
+    )
+
+
+def _outlived(session: Session) -> str:
+    return _not_sent_again(session, "hostile", "response was no message (a file: not the manifest's bytes)")
+
+
+def _not_sent_again(session: Session, fault: str, what: str) -> str:
     for place, record in enumerate(session.records):
         later = session.records[place + 1 :]
-        if record.fault and not any((one.path, one.body) == (record.path, record.body) for one in later):
-            what = "response was lost" if record.fault == "lost" else "call got 503"
+        if record.fault == fault and not any((one.path, one.body) == (record.path, record.body) for one in later):
             return f"{record.path}, whose {what}, was not sent again with the same body"
     return ""
 
@@ -164,7 +173,8 @@ def _heartbeats(session: Session) -> str:
     beats = [record.began for record in session.of("/v1/producers/heartbeat")]
     if not beats:
         return f"no heartbeat in {_span(session):.0f} s"
-    began = session.of("/v1/producers/register")[:1] or session.records[:1]
+    registered = [record for record in session.of("/v1/producers/register") if not record.fault]
+    began = registered[:1] or session.records[:1]
     left = session.of("/v1/producers/leave")[-1:] or session.records[-1:]
     times = sorted([began[0].began, left[0].began, *beats])
     gap = max(later - earlier for earlier, later in pairwise(times))
@@ -222,6 +232,11 @@ CHECKS: tuple[tuple[str, Callable[[Session], str], str], ...] = (
         "repeats a call whose response was lost, as it was",
         _repeated,
         "Send the same body again; a lease: same request.",
+    ),
+    (
+        "outlives hostile bytes",
+        _outlived,
+        "Take a response that is no message of the call for a lost one, and a file with another SHA-256 too.",
     ),
     ("waits for Retry-After", _waited, "Sleep for Retry-After seconds before the call is repeated."),
     ("discards the work of a lost lease", _lost_lease, "After lease_lost forget the lease; lease new prompts."),

@@ -1,8 +1,9 @@
 """A gateway with a script of faults, before which `vime conformance --producer` runs a job. Nothing of a run is needed:
 the calls, the ledger and the spool are those of a run, the prompts and the weights are made up, and nobody trains.
 
-The faults: each call once loses its response, and each POST once finds the gateway unavailable; one group's lease ends
-before it is put; once the gateway has forgotten the confirmations, as after a restart; and a second version comes.
+The faults: each call once loses its response, once gets bytes that are no message in its place (a file: one byte is
+another), and each POST once finds the gateway unavailable; one group's lease ends before it is put; once the gateway
+has forgotten the confirmations, as after a restart; and a second version comes.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ DTYPES = {
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
 """What safetensors writes -> what torch writes."""
+HOSTILE = (
+    bytes(range(255, 127, -1)) * 8,  # neither UTF-8 nor msgpack
+    b"<html><body>Welcome to the hotel's network. Please accept the terms.</body></html>",
+    b"[" * 100_000,  # deeper than a parser that calls itself goes
+    b"[]",
+    b"",
+)
+"""What stands in place of a message, with status 200. Each path gets the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +69,9 @@ class Record:
     body: object
     status: int
     response: object
-    fault: str = ""  # "lost": the caller never got the response; "unavailable": the call was not carried out
+    fault: str = ""
+    """"lost": the caller never got the response; "hostile": it got other bytes; "unavailable": the call was not carried
+    out."""
 
     def has(self, name: str) -> object:
         """Return a field of the response; None when it has no such field."""
@@ -110,7 +121,7 @@ class ScriptedGateway:
         )  # fmt: skip
         self.records: list[Record] = []
         self._faults: dict[str, set[str]] = {}  # path -> faults that were made
-        self._attempted: list[Task] = []  # groups of which a put arrived, in this order
+        self._num_hostile = 0
         self._made: set[str] = set()
         self.server = GatewayServer(self._wrapped(make_app(self.gateway, found)), "127.0.0.1:0")
         self.server.start()
@@ -160,7 +171,7 @@ class ScriptedGateway:
                 return
             sent: list[Message] = []
             status = 0
-
+            is_file = "/files/" in scope["path"]
             bodies = [body]
 
             async def received() -> Message:
@@ -168,10 +179,12 @@ class ScriptedGateway:
 
             async def gather(message: Message) -> None:
                 nonlocal status
-                if "/files/" not in scope["path"]:  # they may be as large as a model
+                if not is_file:  # they may be as large as a model
                     sent.append(message)
                 status = message.get("status", status)
-                if fault != "lost":
+                if fault == "hostile" and is_file and message.get("body"):
+                    message = {**message, "body": bytes([message["body"][0] ^ 1]) + message["body"][1:]}
+                if not fault or (fault == "hostile" and is_file):
                     await send(message)
 
             await app(scope, received, gather)
@@ -180,6 +193,8 @@ class ScriptedGateway:
             if fault == "lost":  # the response begins and never ends: the server then cuts the connection
                 head = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1000000")]}
                 await send(head)
+            elif fault == "hostile" and not is_file:
+                await self._send_hostile(send)
             if scope["path"] in ("/v1/groups", "/v1/samples") and self.committed > SECOND_VERSION:
                 self.gateway.weights.release(self.manifests[1])
 
@@ -192,11 +207,18 @@ class ScriptedGateway:
         made = self._faults.setdefault(path, set())
         if path.endswith(("leave", "heartbeat", "openapi.json")):
             return ""
-        for fault in ("lost", "unavailable") if method == "POST" else ("lost",):
+        for fault in ("lost", "hostile", "unavailable") if method == "POST" else ("lost", "hostile"):
             if fault not in made:
                 made.add(fault)
                 return fault
         return ""
+
+    async def _send_hostile(self, send: Send) -> None:
+        content = HOSTILE[self._num_hostile % len(HOSTILE)]
+        self._num_hostile += 1
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
 
     def _before_a_put(self, body: bytes) -> None:
         lease = str(_decoded(body).get("lease", ""))

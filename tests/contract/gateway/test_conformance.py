@@ -268,10 +268,11 @@ FAULTS = {
     "no-leave": {"leaves when no prompt is left"},
     "split": {"every message is well formed", "puts whole groups"},
     "no-repeat": {"repeats a call whose response was lost, as it was"},
+    "trusting": {"outlives hostile bytes"},
 }
 
 
-USUAL = ("none", "own-key-twice", "other-content", "repeats-for-ever", "no-heartbeat", "old-version")
+USUAL = ("none", "own-key-twice", "other-content", "repeats-for-ever", "no-heartbeat", "old-version", "trusting")
 """Of each kind of promise one: about repeating, leases, time and content."""
 
 

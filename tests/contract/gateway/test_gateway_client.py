@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -13,8 +13,11 @@ from tests.helpers.gateway_run import HASH, GatewayRun, confirm, group_of, lease
 from tests.helpers.lossy_proxy import LossyProxy
 from vime.gateway import messages as m
 from vime.gateway.client import GatewayClient, RefusedError
+from vime.gateway.scripted import HOSTILE
 from vime.gateway.tokens import Scope
 from vime.types import VimeError
+from vime.utils.http import HttpSession
+from vime.utils.http import Response as HttpResponse
 
 Result = TypeVar("Result")
 
@@ -130,3 +133,35 @@ def test_other_bytes_than_the_manifest_says_are_no_file_of_the_job(
     finally:
         run.close()
     assert sorted(path.name for path in into.iterdir()) == ["empty", "small", "whole"]
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
+def test_bytes_that_are_no_message_are_a_lost_response(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    run, bodies = GatewayRun(tmp_path), [content]
+    real = HttpSession.call
+
+    async def garbled(self: HttpSession, *words: Any, **options: Any) -> HttpResponse:
+        response = await real(self, *words, **options)
+        return HttpResponse(200, bodies.pop(), "application/json") if bodies else response
+
+    monkeypatch.setattr(HttpSession, "call", garbled)
+    try:
+        register = m.Register(model="mine")
+        registered = with_client(
+            run, run.server.url, lambda job: job.call("/v1/producers/register", register, m.Registered)
+        )
+        assert (registered.producer, bodies) == ("job-a", [])
+    finally:
+        run.close()
+
+
+def test_a_message_of_another_protocol_is_said_at_once(tmp_path: Path) -> None:
+    run = GatewayRun(tmp_path)
+    try:
+        register = m.Register(model="mine")
+        with pytest.raises(VimeError, match=r"is no Left: .*another version"):
+            with_client(run, run.server.url, lambda job: job.call("/v1/producers/register", register, m.Left))
+    finally:
+        run.close()
