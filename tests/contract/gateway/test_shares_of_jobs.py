@@ -98,3 +98,23 @@ def test_a_job_that_has_left_or_was_never_there_leaves_all_to_the_other(run: Gat
     train(run, 0)
     confirm(fast.http, 1)
     assert fast.work(1) == SLOTS
+
+
+def test_at_staleness_1_no_round_waits_for_a_slow_job_and_its_late_group_is_not_trained(tmp_path: Path) -> None:
+    """Two rounds of slots. The slow job holds two of eight, whose groups would be two versions old when they come."""
+    run = GatewayRun(tmp_path, max_slots=2 * SLOTS, max_staleness=1, groups_per_round=SLOTS, num_rounds=6)
+    try:
+        fast, slow = Client(run.client("fast"), "f"), run.client("slow")
+        held = lease(slow, count=2, request="s")
+        assert fast.work(0) == 6
+        for version in (1, 2):
+            train(run, version - 1)
+            confirm(fast.http, version)
+            assert fast.work(version) == SLOTS, "each slot that a round frees, and no more"
+        assert slow.post("/v1/groups", json=group_of(held[0], versions=[[0, 3, 0]])).json()["is_committed"]
+        found = run.port.call(RoundLedger.lease, 2, version=2, holder="t", count=SLOTS).lease
+        assert found is not None
+        assert len(found.groups) == SLOTS
+        assert min(group.payload.min_version for group in found.groups) == 1
+    finally:
+        run.close()
