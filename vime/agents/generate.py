@@ -7,7 +7,7 @@ from functools import partial
 
 from vime.agents.environment import play
 from vime.agents.server import AgentServer, agent_server
-from vime.agents.task import AgentFailed, AgentTask, run_command, run_function
+from vime.agents.task import AgentFailed, AgentTask, begin_function, run_command, run_function
 from vime.config.parse import Args
 from vime.protocols import SamplingParams
 from vime.rollout.plugins import plugin
@@ -77,15 +77,17 @@ def _turns(args: Args, entries: Sequence[Entry]) -> list[dict[str, object]]:
 
 async def _run(args: Args, task: AgentTask, wait: str) -> float | None:
     timeout_s = args.agent_timeout_secs
-    with waiting(wait, "agent", deadline_s=timeout_s):
-        if args.agent_command:
+    if args.agent_command:
+        with waiting(wait, "agent", deadline_s=timeout_s):
             await run_command(args.agent_command, task, timeout_s=timeout_s)
             return None
-        function, environment = plugin(args, "agent_function"), plugin(args, "environment")
-        if environment is not None:
-            function = partial(play, environment)
-        assert function is not None, "check_agents wants one of the three"
-        return await run_function(function, task, timeout_s=timeout_s)
+    function, environment = plugin(args, "agent_function"), plugin(args, "environment")
+    if environment is not None:
+        function = partial(play, environment)
+    assert function is not None, "check_agents wants one of the three"
+    call = await begin_function(function, task)
+    with waiting(wait, "agent", deadline_s=timeout_s):
+        return await run_function(call, timeout_s=timeout_s)
 
 
 async def _complete(server: AgentServer, live: Live, reward: float | None) -> None:

@@ -21,6 +21,7 @@ from typing import cast
 from vime.rollout.loops import LoopThread
 from vime.types import LARGEST_REWARD, VimeError
 from vime.utils import die_with_parent
+from vime.utils.waits import waiting
 
 SHOWN_BYTES = 400
 """How much of a program's last output its reason for failing holds."""
@@ -87,17 +88,37 @@ async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> Non
             raise AgentFailed(f"it ended with code {code}: {said or 'it wrote nothing'}")
 
 
-async def run_function(function: Callable[..., object], task: AgentTask, *, timeout_s: float) -> float | None:
-    """Return the function's reward. A plain `def` has a thread, an `async def` runs on a loop that generation does not
-    share. AgentFailed when it raises, is late, or returns something else. A thread cannot be ended: its next request is
-    refused, because its session has failed."""
+async def begin_function(function: Callable[..., object], task: AgentTask) -> asyncio.Future[object]:
+    """Return the call of an agent's function, which has begun. A plain `def` has a thread, an `async def` runs on a
+    loop that generation does not share.
+
+    Waits for: one of MOST_THREADS threads, which end with their agents; --generate-timeout-secs bounds it.
+    """
+    if inspect.iscoroutinefunction(function):
+        coroutine = cast("Coroutine[object, object, object]", function(task))
+        return asyncio.wrap_future(_loop().submit(coroutine))
+    loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
+
+    def call() -> object:
+        loop.call_soon_threadsafe(has_begun.set)
+        return function(task)
+
+    work = loop.run_in_executor(agent_threads(), call)
+    try:
+        with waiting("a thread for an agent", "agent", deadline_s=None):
+            await has_begun.wait()
+    except asyncio.CancelledError:
+        work.cancel()  # if no thread has begun it, none does
+        raise
+    return work
+
+
+async def run_function(call: asyncio.Future[object], *, timeout_s: float) -> float | None:
+    """Return the reward of a function that has begun. AgentFailed when it raises, is late, or returns something else. A
+    thread cannot be ended: its next request is refused, because its session has failed."""
     try:
         async with asyncio.timeout(timeout_s):
-            if inspect.iscoroutinefunction(function):
-                call = cast("Coroutine[object, object, object]", function(task))
-                value = await asyncio.wrap_future(_loop().submit(call))
-            else:
-                value = await asyncio.get_running_loop().run_in_executor(agent_threads(), function, task)
+            value = await call
     except TimeoutError:
         raise AgentFailed(f"it ran for longer than {timeout_s:g} s (--agent-timeout-secs)") from None
     except Exception as error:  # boundary: an agent is a program of others and raises anything; its sample has failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import http.server
 import json
 import os
@@ -83,6 +84,17 @@ def returns_too_much(task: AgentTask) -> float:
 
 def returns_text(task: AgentTask) -> str:
     return f"{task.label}"
+
+
+HOLDS, FREE = threading.Event(), threading.Event()
+
+
+def holds_its_thread(task: AgentTask) -> float:
+    if not HOLDS.is_set():
+        HOLDS.set()
+        FREE.wait(60)
+        return 0.0
+    return two_turns(task)
 
 
 def asks_nothing(task: AgentTask) -> float:
@@ -379,6 +391,31 @@ def test_an_agent_that_asks_nothing_is_named_while_it_runs_and_ended_with_its_ch
     assert row.status is SampleStatus.FAILED
     assert row.metadata["session_reason"] == "it ran for longer than 4 s (--agent-timeout-secs)"
     assert_they_end(pids)
+
+
+def test_an_agent_has_its_whole_time_after_it_waited_for_a_thread(
+    world: AgentWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    monkeypatch.setattr("vime.agents.task.agent_threads", lambda: pool)
+    args = world.args("--agent-function", f"{HERE}:holds_its_thread", "--agent-timeout-secs", "8")
+    loaded = plugin(args, "agent_function")  # of a module of its own, not of this one
+    assert loaded is not None
+    holds, free = (loaded.__globals__[name] for name in ("HOLDS", "FREE"))
+    try:
+        first = rollout_loop().submit(generate(args, sample(), train_sampling_params(args)))
+        assert holds.wait(60)
+        second = rollout_loop().submit(generate(args, sample(1), train_sampling_params(args)))
+        [late] = first.result(60)
+        assert late.status is SampleStatus.FAILED
+        done, _ = concurrent.futures.wait([second], timeout=1)
+        assert done == set()
+        free.set()
+        [row] = second.result(60)
+        assert (row.status, row.reward) == (SampleStatus.COMPLETED, 0.5), row.metadata
+    finally:
+        free.set()
+        pool.shutdown()
 
 
 def test_an_agent_whose_group_is_cancelled_is_ended_with_its_children(world: AgentWorld) -> None:
