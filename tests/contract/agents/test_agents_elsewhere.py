@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -28,6 +30,7 @@ from vime.sessions import offers
 from vime.types import Sample, SampleStatus
 from vime.utils.network import free_port
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "agents" / "outside.py"
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
@@ -176,8 +179,11 @@ def test_two_requests_of_one_key_that_wait_at_the_same_time_get_one_session(list
     futures[0].result(60)
 
 
-def test_a_client_that_goes_away_while_it_waits_gets_no_sample(listening: Listening) -> None:
+def test_a_client_that_goes_away_while_it_waits_gets_no_sample(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the sample would be of an agent that never hears of it, and fail."""
+    monkeypatch.setattr(offers, "CLAIM_S", 600.0)
     args = listening.args()
     made = rollout_loop().run(server.agent_server(args), name="the server", timeout_s=60)
     with pytest.raises(httpx.ReadTimeout):
@@ -288,3 +294,23 @@ def test_without_the_key_nothing_is_given_and_an_agent_cannot_choose_its_group(l
     assert listening.claim(body={"group_index": 0, "index": 0}).status_code == 400
     finish(listening.claim(body={}).json(), {"failed": "enough"})
     future.result(60)
+
+
+def test_the_example_of_the_page_plays_samples_until_the_run_is_away_and_ends_at_sigterm(listening: Listening) -> None:
+    """One is told to end while it waits for a sample, the other finds nobody who listens."""
+    args = listening.args()
+    futures = [listening.offer(args, Sample(group_index=7, index=at, prompt="p", label=f"n{at}")) for at in range(2)]
+    key = listening.world.directory / "agent-key"
+    command = [sys.executable, str(EXAMPLE), listening.url.removesuffix("/v1"), str(key), "--patience-secs", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            rewards = [row.reward for future in futures for row in future.result(60)]
+            until(lambda: server._SERVERS[0].offers._news._waiters)
+            first.terminate()
+            assert (first.communicate(timeout=30)[0], first.returncode) == ("2 sessions played\n", 0)
+        finally:
+            first.kill()
+    assert rewards == [1.0, 1.0]  # the engine says n0, then n1
+    rollout_loop().run(server._SERVERS.pop().close(), name="the server of sessions to end", timeout_s=30)
+    second = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert second.stdout.endswith("0 sessions played\n")
