@@ -296,6 +296,15 @@ def test_without_the_key_nothing_is_given_and_an_agent_cannot_choose_its_group(l
     future.result(60)
 
 
+def test_the_addresses_in_an_answer_are_those_of_a_proxy_with_tls_that_passes_on_its_name(listening: Listening) -> None:
+    future = listening.offer(listening.args(), sample())
+    proxy = {"Host": "agents.example", "X-Forwarded-Proto": "https", **listening.headers}
+    task = listening.claim(headers=proxy).json()
+    assert task["base_url"] == "https://agents.example/v1"
+    finish({**task, "base_url": listening.url}, {"failed": "enough"})
+    future.result(60)
+
+
 def test_the_example_of_the_page_plays_samples_until_the_run_is_away_and_ends_at_sigterm(listening: Listening) -> None:
     """One is told to end while it waits for a sample, the other finds nobody who listens."""
     args = listening.args()
