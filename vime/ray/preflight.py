@@ -157,7 +157,7 @@ def _check_agent_port(config: Config) -> None:
         agent_key(path)
     elif path is not None and not path.parent.is_dir():
         raise ConfigError(
-            f"--agent-key-file {path}: there is no directory {path.parent}. Expected one; check the path."
+            f"--agent-key-file {path}: there is no directory {path.parent} to make it in. Check the path."
         )
 
 
