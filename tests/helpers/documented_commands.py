@@ -66,6 +66,11 @@ EXECUTED_BY = {
         "examples/agents/second_chance.py:SecondChance --run-dir runs/agents",
         "vime samples runs/agents --best",
     ),
+    f"{HERE}::test_the_quick_start_is_played_by_a_program_in_another_terminal": (
+        "./scripts/quickstart.sh --hf-checkpoint runs/model-of-agents --agent-listen 127.0.0.1:8660 "
+        "--run-dir runs/elsewhere",
+        "python examples/agents/outside.py http://127.0.0.1:8660 runs/elsewhere/agent-key",
+    ),
     f"{HERE}::streamed": (
         "python train.py --hf-checkpoint DIR --prompt-data train.jsonl --label-key label --rm-type math "
         "--num-rollout 100 --rollout-batch-size 32 --n-samples-per-prompt 8 --lr 1e-6 --transferqueue-mode buffer",

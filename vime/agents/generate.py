@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,19 +21,35 @@ from vime.sessions.store import Budget, Entry, State
 from vime.types import PendingText, Sample, SampleStatus
 from vime.utils.waits import waiting
 
+logger = logging.getLogger(__name__)
 
-async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) -> list[Sample]:
+
+async def generate(
+    args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
+) -> list[Sample]:
     """Return the rows of the agent's session: one of a linear agent, one more for each branch; or the sample with
-    status failed and the reason in its metadata.
+    status failed and the reason in its metadata. With --agent-listen a sample that no agent claims is returned as
+    aborted: it is issued again.
 
-    Waits for: the agent, --agent-timeout-secs. A reward is what the agent gave with `complete`, or what its function
-    returned; without one the run's reward function is asked.
+    Waits for: with --agent-listen an agent that claims it, --rollout-timeout-secs; then the agent,
+    --agent-timeout-secs. A reward is what the agent gave with `complete`, or what its function returned; without one
+    the run's reward function is asked.
     """
     server = await agent_server(args)
     budget = Budget(turns=args.agent_max_turns, tokens=args.agent_max_tokens)
     live, task = await server.begin(sample, budget, sampling_params)
+    agent = f"the agent of sample {sample.index}, group {sample.group_index}, to end"
     try:
-        reward = await _run(args, task, f"the agent of sample {sample.index}, group {sample.group_index}, to end")
+        reward = None
+        if args.agent_listen is None:
+            reward = await _run(args, server, live, task, agent)
+        elif await server.offer(live, task, evaluation=evaluation, deadline_s=args.rollout_timeout_secs):
+            await _end_elsewhere(args, server, live, agent)
+        else:
+            await server.give_up(live, "no agent has claimed it")
+            await server.retire(live)
+            sample.status = SampleStatus.ABORTED
+            return [sample]
         await _complete(server, live, reward)
     except (AgentFailed, Refused) as error:
         await server.give_up(live, str(error))
@@ -75,7 +93,7 @@ def _turns(args: Args, entries: Sequence[Entry]) -> list[dict[str, object]]:
     return turns
 
 
-async def _run(args: Args, task: AgentTask, wait: str) -> float | None:
+async def _run(args: Args, server: AgentServer, live: Live, task: AgentTask, wait: str) -> float | None:
     timeout_s = args.agent_timeout_secs
     if args.agent_command:
         with waiting(wait, "agent", deadline_s=timeout_s):
@@ -84,10 +102,28 @@ async def _run(args: Args, task: AgentTask, wait: str) -> float | None:
     function, environment = plugin(args, "agent_function"), plugin(args, "environment")
     if environment is not None:
         function = partial(play, environment)
-    assert function is not None, "check_agents wants one of the three"
+    assert function is not None, "check_agents wants one of the four"
     call = await begin_function(function, task)
+    server.sessions.begin_again(live)
     with waiting(wait, "agent", deadline_s=timeout_s):
         return await run_function(call, timeout_s=timeout_s)
+
+
+async def _end_elsewhere(args: Args, server: AgentServer, live: Live, wait: str) -> None:
+    """Wait until the agent that claimed the session ends it; AgentFailed after --agent-timeout-secs."""
+    timeout_s = args.agent_timeout_secs
+    try:
+        with waiting(wait, "agent", deadline_s=timeout_s):
+            async with asyncio.timeout(timeout_s):
+                await live.ended.wait()
+    except TimeoutError:
+        session, idle_s = live.session, server.sessions.idle_for(live)
+        reason = (
+            f"its agent did not end it within {timeout_s:g} s (--agent-timeout-secs), and asked nothing for the last "
+            f"{idle_s:.0f} s"
+        )
+        logger.warning("session %s, sample %d of group %d: %s", session.id, session.index, session.group_index, reason)
+        raise AgentFailed(reason) from None
 
 
 async def _complete(server: AgentServer, live: Live, reward: float | None) -> None:

@@ -1,4 +1,5 @@
-"""The server of sessions in a process that generates: on the rollout loop, on loopback, one for all of its agents."""
+"""The server of sessions in a process that generates: on the rollout loop, one for all of its agents. On loopback, or
+where --agent-listen says, for agents that run elsewhere."""
 
 from __future__ import annotations
 
@@ -18,18 +19,22 @@ from starlette.applications import Starlette
 
 from vime.agents.task import AgentTask
 from vime.backends.vllm_utils.reply_parser import make_reply_parser
+from vime.config.agent_checks import host_and_port
 from vime.config.deadlines import generate_deadline_s
 from vime.config.parse import Args
 from vime.protocols import SamplingParams
 from vime.rollout.generation import engine_client, train_sampling_params
 from vime.rollout.prompts import context_limit, load_tokenizer
 from vime.rollout.request_priority import request_priority, set_request_priority
+from vime.sessions.key_file import agent_key, key_path
+from vime.sessions.offers import Offer, Offers
 from vime.sessions.server import make_routes
 from vime.sessions.service import Live, ReplyParser, Sessions
 from vime.sessions.splice import Message
 from vime.sessions.store import Budget, Call, Reply, SessionStore
 from vime.sessions.tokenizer import HfChatTokenizer
-from vime.types import Sample
+from vime.types import ConfigError, Sample
+from vime.utils.network import LOOPBACK
 from vime.utils.waits import run_directory, waiting
 
 DIRECTORY = "sessions"
@@ -58,11 +63,17 @@ class AgentServer:
         self._timeout_s = generate_deadline_s(args.config)
         self._ended: deque[Live] = deque()
         model = Path(args.hf_checkpoint).name
-        # nobody but this process makes sessions, so nobody is told the key that makes them
-        app = Starlette(routes=make_routes(admin_key=secrets.token_urlsafe(32), model=model))
+        self.offers = Offers()
+        if args.agent_listen is None:
+            # nobody but this process makes sessions, so nobody is told the key that makes them
+            routes = make_routes(admin_key=secrets.token_urlsafe(32), model=model)
+            self._socket = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
+        else:
+            routes = make_routes(admin_key=agent_key(key_path(args.config, _run())), model=model, offers=self.offers)
+            self._socket = _listening(args.agent_listen)
+        app = Starlette(routes=routes)
         app.state.sessions = self.sessions
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-        self._root = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._root = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
         self._server = uvicorn.Server(config)
         # A context of its own: that of the group which happens to be the first would record every agent's requests as
@@ -89,6 +100,27 @@ class AgentServer:
         )
         return live, task
 
+    async def offer(self, live: Live, task: AgentTask, *, evaluation: bool, deadline_s: float) -> bool:
+        """Return whether an agent elsewhere has claimed the session within `deadline_s`; the time in which the agent
+        may ask nothing begins then."""
+        budget = {
+            "turns": live.session.budget.turns,
+            "tokens": live.session.budget.tokens,
+            "seconds": self.sessions.idle_s,
+        }
+        told = {
+            "id": task.session_id,
+            "key": task.api_key,
+            "prompt": task.prompt,
+            "label": task.label,
+            "metadata": task.metadata,
+            "evaluation": evaluation,
+            "budget": budget,
+        }
+        is_claimed = await self.offers.offer(Offer(live, told, request_priority()), deadline_s=deadline_s)
+        self.sessions.begin_again(live)
+        return is_claimed
+
     async def turns_of(self, live: Live) -> None:
         """Wait until no turn of the session is under way: its agent may have ended without the last answer."""
         under_way = [known.task for known in live.asked if not known.task.done()]
@@ -106,7 +138,9 @@ class AgentServer:
         """Note that the rows of the session were taken; the oldest of many is deleted."""
         self._ended.append(live)
         while len(self._ended) > KEPT_SESSIONS:
-            await self.sessions.delete(self._ended.popleft())
+            oldest = self._ended.popleft()
+            self.offers.forget(oldest)
+            await self.sessions.delete(oldest)
 
     async def close(self) -> None:
         """End the server; what was recorded stays in its file."""
@@ -133,15 +167,32 @@ async def agent_server(args: Args) -> AgentServer:
 def _new_file() -> Path:
     """Return the path of a new file; files of processes of this machine that have ended are removed: a group that one
     of them had under way is generated again, by another agent."""
-    run, host = run_directory(), socket.gethostname()
-    assert run is not None, "every process of a run knows its directory"
-    directory = run / DIRECTORY
+    directory, host = _run() / DIRECTORY, socket.gethostname()
     for old in directory.glob(f"{host}.*.sqlite"):
         pid = int(old.name.removeprefix(f"{host}.").split(".")[0])
         if not Path(f"/proc/{pid}").exists():
             for path in directory.glob(f"{old.name}*"):
                 path.unlink(missing_ok=True)
     return directory / f"{host}.{os.getpid()}.{secrets.token_hex(3)}.sqlite"
+
+
+def _run() -> Path:
+    run = run_directory()
+    assert run is not None, "every process of a run knows its directory"
+    return run
+
+
+def _listening(address: str) -> socket.socket:
+    """Return the socket of --agent-listen."""
+    host, port = host_and_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"--agent-listen {address}: cannot be listened on: {error}. Expected a free port of an address of the "
+            "machine that generates. Choose another."
+        ) from error
 
 
 def _make_parser(args: Args) -> ReplyParser:

@@ -35,11 +35,35 @@ def has_chat_template(directory: Path) -> bool:
     return bool(settings.get("chat_template")) or any((directory.expanduser() / name).exists() for name in files)
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return what --agent-listen says. A free port would be another one after each restart."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(
+            f"--agent-listen {address}: expected HOST:PORT with a port of 1 to 65535, which stays the same when the "
+            "run starts again: for example 127.0.0.1:8660."
+        )
+    return host, int(port)
+
+
+def _check_listen(config: Config, address: str) -> None:
+    """Refuse an address that is none, and several servers at one address."""
+    host_and_port(address)
+    num_workers = config.queue.num_rollout_workers
+    if num_workers > 1:
+        raise ConfigError(
+            f"--agent-listen {address} with --num-rollout-workers {num_workers}: each worker has a server of its own, "
+            "and an address has one. Expected 1 worker. Remove one of the two."
+        )
+
+
 def check_agents(config: Config) -> None:
     agents, rollout = config.agents, config.rollout
     if not agents.has_agent:
         return
-    given = [name for name in ("agent_command", "agent_function", "environment") if getattr(agents, name)]
+    ways = ("agent_command", "agent_function", "environment", "agent_listen")
+    given = [name for name in ways if getattr(agents, name)]
     if len(given) > 1:
         flags = " and ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{flags}: a sample has one agent. Keep one of them.")
@@ -54,6 +78,8 @@ def check_agents(config: Config) -> None:
             raise ConfigError(
                 f"--agent-command {agents.agent_command!r}: no program {words[:1]} is found. Give its path."
             )
+    if agents.agent_listen:
+        _check_listen(config, agents.agent_listen)
     deadline_s = generate_deadline_s(config)
     if agents.agent_timeout_secs >= deadline_s:
         raise ConfigError(

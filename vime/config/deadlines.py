@@ -39,6 +39,13 @@ def generate_deadline_s(config: Config) -> float:
     return config.rollout.generate_timeout_secs + max(0, longest - SHORT_TOKENS) // TOKENS_PER_S
 
 
+def generate_function_deadline_s(config: Config) -> float:
+    """Of a custom generate function: `generate_deadline_s`. With --agent-listen also the time in which its sample may
+    wait for an agent, which depends on how many agents there are and not on the engines."""
+    claim_s = config.rollout.rollout_timeout_secs if config.agents.agent_listen else 0.0
+    return claim_s + generate_deadline_s(config)
+
+
 def request_deadline_s(config: Config) -> float:
     """Of whatever any part of the run asks the engines: the longest of `generate_deadline_s`, with those of the sets of
     --eval-config."""

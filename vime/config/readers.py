@@ -98,7 +98,7 @@ READ_WHEN = (
     Condition(
         ("apply_chat_template_kwargs",),
         lambda config: config.data.apply_chat_template or config.agents.has_agent,
-        "with --apply-chat-template, --agent-command, --agent-function or --environment",
+        "with --apply-chat-template, --agent-command, --agent-function, --environment or --agent-listen",
     ),
     Condition(("async_save",), lambda config: config.model.save_interval is not None, "with --save-interval"),
     Condition(("reasoning_gym_size",), lambda config: config.data.reasoning_gym is not None, "with --reasoning-gym"),
@@ -145,8 +145,9 @@ READ_WHEN = (
             *("agent_tool_parser", "agent_reasoning_parser"),
         ),
         lambda config: config.agents.has_agent,
-        "with --agent-command, --agent-function or --environment",
+        "with --agent-command, --agent-function, --environment or --agent-listen",
     ),
+    Condition(("agent_key_file",), lambda config: config.agents.agent_listen is not None, "with --agent-listen"),
     Condition(("rm_url",), _may_ask_service, "with --rm-type remote_rm, or where records or sets name their rewards"),
     Condition(
         ("custom_reward_post_process_path", "get_mismatch_metrics"),

@@ -139,8 +139,19 @@ class AgentConfig:
         "class with reset(task), step(message) and reward(); one is made for each sample",
         path=PathKind.PLUGIN,
     )
+    agent_listen: str | None = flag(
+        None,
+        "HOST:PORT where agents that run elsewhere ask for sessions; another host than loopback lets other machines in",
+    )
+    agent_key_file: str | None = flag(
+        None,
+        "file with the key for --agent-listen, made when it is missing (empty: RUN/agent-key)",
+        path=PathKind.FILE,
+    )
     agent_timeout_secs: float = flag(
-        300.0, "longest time of one agent, seconds; then it is ended and its sample has failed", minimum=0.1
+        300.0,
+        "longest time of one agent, seconds, with --agent-listen from its claim; then its sample has failed",
+        minimum=0.1,
     )
     agent_max_turns: int | None = flag(None, "most completions of one agent; a further one is refused", minimum=1)
     agent_max_tokens: int | None = flag(None, "most sampled tokens of one agent", minimum=1)
@@ -153,7 +164,7 @@ class AgentConfig:
 
     @property
     def has_agent(self) -> bool:
-        return bool(self.agent_command or self.agent_function or self.environment)
+        return bool(self.agent_command or self.agent_function or self.environment or self.agent_listen)
 
 
 BOXED = "boxed_"

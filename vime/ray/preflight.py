@@ -19,6 +19,7 @@ from vime.backends.megatron_utils.lora_layers import check_adapter
 from vime.backends.vllm_utils.external import check_external
 from vime.backends.vllm_utils.launch import validate_vllm_flags
 from vime.backends.vllm_utils.router import validate_router_flags
+from vime.config.agent_checks import host_and_port
 from vime.config.command_line import parse_command_line
 from vime.config.eval_sets import eval_sets
 from vime.config.hf_config import VISION_FAMILIES, has_latent_attention, num_tokenizer_ids, read_record
@@ -41,6 +42,7 @@ from vime.ray.foreign_checkpoint import refuse_foreign
 from vime.ray.inputs import Refusals, check_inputs
 from vime.ray.ledger_choice import choose_ledger
 from vime.rollout.plugins import check_plugins
+from vime.sessions.key_file import agent_key
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError, EngineSpec, VimeError
 from vime.utils.failpoints import check_armed
@@ -66,6 +68,7 @@ def look_ahead(config: Config, refusals: Refusals, *, is_async: bool) -> None:
         refusals.attempt(_check_prefetch, config)
     refusals.attempt(_check_ports, config.engine.router_ports)
     refusals.attempt(_check_gateway, config)
+    refusals.attempt(_check_agent_port, config)
     refusals.attempt(_check_address, config.reward.rm_url)
     refusals.attempt(_check_resumed, config)
     refusals.attempt(_check_place, "--save-hf", config.model.save_hf)
@@ -136,6 +139,26 @@ def _check_gateway(config: Config) -> None:
     ):
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{flag} {path}: there is no such file. Expected one in PEM; check the path.")
+
+
+def _check_agent_port(config: Config) -> None:
+    """Check that a run on this machine can listen for agents, and the file of their key if there is one."""
+    agents = config.agents
+    if agents.agent_listen is None:
+        return
+    host, port = host_and_port(agents.agent_listen)
+    if config.cluster.ray_address is None and not port_is_free(host, port):
+        raise ConfigError(
+            f"--agent-listen {agents.agent_listen}: cannot be listened on; expected a free port of an address of this "
+            "machine. Choose another."
+        )
+    path = None if agents.agent_key_file is None else Path(agents.agent_key_file)
+    if path is not None and path.exists():
+        agent_key(path)
+    elif path is not None and not path.parent.is_dir():
+        raise ConfigError(
+            f"--agent-key-file {path}: there is no directory {path.parent} to make it in. Check the path."
+        )
 
 
 def _check_address(url: str | None) -> None:
@@ -227,8 +250,7 @@ def _check_images(config: Config) -> None:
         )
     if config.cluster.train_backend == "megatron":
         raise ConfigError(f"{where}: --train-backend megatron trains no images. Expected --train-backend fsdp.")
-    agents = (config.agents.agent_command, config.agents.agent_function, config.agents.environment)
-    if config.queue.transferqueue_mode == EXTERNAL or any(agents):
+    if config.queue.transferqueue_mode == EXTERNAL or config.agents.has_agent:
         raise ConfigError(
             f"{where}: agents, environments and external jobs get prompts as text alone. Remove the flag, or let Vime "
             "generate by itself."

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from vime.config.agent_checks import host_and_port
 from vime.config.algo_checks import check_policy_moves
 from vime.config.colocation import sleep_level
 from vime.config.parse import Config
@@ -43,7 +44,9 @@ from vime.ray.stream import Stream
 from vime.ray.trainers import STOP_S as TRAINERS_STOP_S
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
+from vime.sessions.key_file import agent_key, key_path
 from vime.utils.failpoints import Point, failpoint
+from vime.utils.network import is_loopback
 from vime.utils.waits import waiting
 from vime.weights.versions import VersionLedger
 
@@ -139,6 +142,8 @@ def start_components(
             if config.queue.transferqueue_mode == EXTERNAL:
                 url = read_address(run_dir)
                 screen.note(f"rollout jobs: {url} (`vime token make {run_dir} NAME` makes a token for one)")
+        if config.agents.agent_listen is not None:
+            _tell_agents(config, config.agents.agent_listen, run_dir, screen)
         versions = VersionLedger()
         if start.checkpoint is not None:
             with starter.part("checkpoint", f"loading {start.checkpoint}"):
@@ -267,6 +272,18 @@ def _watch(queue: QueueKeeper | None, parts: Parts) -> QueueKeeper:
     assert queue is not None, "mode streaming has one"
     queue.watch(parts.manager, parts.trainers)
     return queue
+
+
+def _tell_agents(config: Config, address: str, run_dir: Path, screen: Screen) -> None:
+    """Make the key of agents elsewhere, and say where it lies and where they ask."""
+    path = key_path(config, run_dir)
+    agent_key(path)
+    screen.note(f"agents elsewhere: http://{address}/v1/sessions, from the first prompt on, with the key in {path}")
+    if not is_loopback(host_and_port(address)[0]):
+        screen.note(
+            f"--agent-listen {address}: prompts and keys are not encrypted. On a network that others can listen to, "
+            "listen on loopback and use a tunnel or a reverse proxy with TLS."
+        )
 
 
 def _restore(parts: Parts, checkpoint: Path, versions: VersionLedger) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from vime.config.deadlines import generate_deadline_s
+from vime.config.deadlines import generate_function_deadline_s
 from vime.config.parse import Args
 from vime.handoff.ledger_types import Task
 from vime.observability.events import span
@@ -323,7 +323,7 @@ async def _generate_custom(
     function = plugin(args, "custom_generate_function_path")
     assert function is not None
     where = f"--custom-generate-function-path {args.custom_generate_function_path}, sample {sample.index}"
-    deadline_s = generate_deadline_s(args.config)
+    deadline_s = generate_function_deadline_s(args.config)
     group_index, index = sample.group_index, sample.index
     call = generate_call(function, args, sample, copy.deepcopy(sampling_params), evaluation=evaluation)
     try:

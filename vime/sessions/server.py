@@ -1,7 +1,7 @@
 """The HTTP face of sessions: `make_routes` for a server that mounts them, `make_app` for one of its own.
 
-Who has the admin key makes sessions; a session's own key opens that session and nothing else. SDKs send it in
-Authorization or x-api-key.
+Who has the admin key makes sessions, or claims those that a run offers; a session's own key opens that session and
+nothing else. SDKs send it in Authorization or x-api-key.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar, cast
@@ -23,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from vime.sessions.bodies import BodyTooLarge, read_body
 from vime.sessions.dialects import DIALECTS, Dialect, Json, encode_events, read_ask
+from vime.sessions.offers import Offers
 from vime.sessions.service import Live, Refused, Sessions
 from vime.sessions.store import Budget
 from vime.types import LARGEST_REWARD, EngineError, LostError
@@ -43,10 +45,14 @@ class _Create(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     budget: Budget = msgspec.field(default_factory=Budget)
 
 
-class _Complete(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A reward, or the reason why there is none."""
+class _Claim(msgspec.Struct, forbid_unknown_fields=True):
+    """The next session that the run offers: its group and its budget are the run's."""
 
-    reward: float | None = None
+
+class _Complete(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A reward, or the reason why there is none. Reward null: the run's reward function gives it."""
+
+    reward: float | msgspec.UnsetType | None = msgspec.UNSET
     failed: str | None = None
 
 
@@ -77,23 +83,37 @@ async def _end_idle_sessions(service: Sessions) -> None:
             logger.exception("idle sessions could not be ended")
 
 
-def make_routes(*, admin_key: str, model: str) -> list[Route]:
-    """Return the routes; the application's `state.sessions` is the open service."""
+def make_routes(*, admin_key: str, model: str, offers: Offers | None = None) -> list[Route]:
+    """Return the routes; the application's `state.sessions` is the open service. With `offers` of a run, sessions are
+    claimed and not made."""
 
     async def create(request: Request) -> Response:
         _admit(request, admin_key)
         given = _read(await _body(request), _Create)
         session, key = await _service(request).create(given.group_index, given.index, given.budget)
-        root = str(request.base_url).rstrip("/")
-        urls = {"base_url": f"{root}/v1", "anthropic_base_url": root}  # as the SDKs want them
-        return JSONResponse({"id": session.id, "key": key, **urls})
+        return JSONResponse({"id": session.id, "key": key, **_urls(request)})
+
+    async def claim(request: Request) -> Response:
+        assert offers is not None
+        _admit(request, admin_key)
+        _read(await _body(request) or b"{}", _Claim)
+        client = _Client(request, offers.look_again)
+        try:
+            offer = await offers.claim(request.headers.get("idempotency-key", ""), lambda: client.is_gone)
+        finally:
+            client.leave()
+        if offer is None:
+            return Response(status_code=204)
+        return Response(json.dumps({**offer.told, **_urls(request)}, default=str), media_type="application/json")
 
     async def complete(request: Request) -> Response:
         live = _own(request, admin_key)
         given = _read(await _body(request), _Complete)
         if given.failed is not None:
             await _service(request).fail(live, given.failed)
-        elif given.reward is not None and abs(given.reward) <= LARGEST_REWARD:
+        elif given.reward is None and offers is not None:
+            await _service(request).complete(live, None)
+        elif isinstance(given.reward, float) and abs(given.reward) <= LARGEST_REWARD:
             await _service(request).complete(live, given.reward)
         else:
             what = f"expected a finite reward of at most {LARGEST_REWARD:.2g}, or failed with a reason"
@@ -120,7 +140,7 @@ def make_routes(*, admin_key: str, model: str) -> list[Route]:
         *turns,
         Route("/v1/messages/count_tokens", _guarded(count), methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
-        Route("/v1/sessions", _guarded(create), methods=["POST"]),
+        Route("/v1/sessions", _guarded(create if offers is None else claim), methods=["POST"]),
         Route("/v1/sessions/{id}", _guarded(show), methods=["GET"]),
         Route("/v1/sessions/{id}", _guarded(delete), methods=["DELETE"]),
         Route("/v1/sessions/{id}/complete", _guarded(complete), methods=["POST"]),
@@ -249,6 +269,12 @@ def _read(content: bytes, kind: type[T]) -> T:
 
 def _service(request: Request) -> Sessions:
     return cast("Sessions", request.app.state.sessions)
+
+
+def _urls(request: Request) -> dict[str, str]:
+    """Return the addresses as the SDKs want them, at the host that the client has asked."""
+    root = str(request.base_url).rstrip("/")
+    return {"base_url": f"{root}/v1", "anthropic_base_url": root}
 
 
 def _key(request: Request) -> str:

@@ -93,6 +93,7 @@ class Live:
     sampling: dict[str, object] | None = None  # of this session; None: as all
     context: contextvars.Context | None = None  # of its turns; None: that of the first who asks
     reserved: dict[asyncio.Future[None], int] = field(default_factory=dict)  # what each turn under way may sample
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when the session is not open any more
 
     def tokens_left(self) -> int | None:
         """Return what neither a recorded turn nor one under way has of the budget; None: there is no limit."""
@@ -268,10 +269,11 @@ class Sessions:
 
     def _expire(self, live: Live) -> None:
         session = live.session
-        idle_s = self._clock() - session.last_asked
+        idle_s = self.idle_for(live)
         is_busy = any(not known.task.done() for known in live.asked)
         if session.state is State.OPEN and idle_s > self.idle_s and not is_busy:
             session.state, session.reason = State.FAILED, f"it asked nothing for {self.idle_s:g} s"
+            live.ended.set()
 
     async def expire(self) -> list[str]:
         """End sessions that ask nothing any more; returns their ids."""
@@ -421,6 +423,7 @@ class Sessions:
         if not any(entry.turn.token_ids for entry in live.entries):
             raise Refused(403, "no_turns", "the session has no turn to reward; let it fail instead")
         session.state, session.reward = State.COMPLETE, reward
+        live.ended.set()
         await self._store.put_session(session)
 
     async def fail(self, live: Live, reason: str, *, is_final: bool = False) -> None:
@@ -428,9 +431,21 @@ class Sessions:
         if live.session.state is State.COMPLETE and not is_final:
             raise Refused(403, "session_ended", "the session is complete already")
         live.session.state, live.session.reason = State.FAILED, reason
+        live.ended.set()
         await self._store.put_session(live.session)
 
+    def idle_for(self, live: Live) -> float:
+        """Return for how many seconds the session has asked nothing."""
+        return self._clock() - live.session.last_asked
+
+    def begin_again(self, live: Live) -> None:
+        """Count the time in which the session asks nothing from now on: only now has it an agent."""
+        live.session.last_asked = self._clock()
+
     async def delete(self, live: Live) -> None:
+        if live.session.state is State.OPEN:
+            live.session.state, live.session.reason = State.FAILED, "it was deleted"
+            live.ended.set()
         self._live.pop(live.session.id, None)
         self._by_key.pop(live.session.key_hash, None)
         await self._store.delete(live.session.id)

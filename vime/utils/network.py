@@ -37,6 +37,11 @@ def loopback_interface() -> str:
     raise OSError(f"no network interface of this machine has the address {LOOPBACK}")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on this host."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
 def free_port(host: str = LOOPBACK, *, in_a_row: int = 1) -> int:
     """Return a port where nothing listens, another one at each call of this process. `in_a_row`: the first of so many
     ports of which this is true.

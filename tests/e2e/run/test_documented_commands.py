@@ -250,6 +250,33 @@ def test_the_environment_of_its_page_learns_to_call(clone: Clone, num_rounds: in
     assert "<think>" in clone.run(f"{best} --limit 0")
 
 
+def test_the_quick_start_is_played_by_a_program_in_another_terminal(clone: Clone) -> None:
+    """The held-out problems too: an evaluation asks the same program."""
+    model = documented(
+        "mkdir -p runs && cp -r examples/quickstart/model runs/model-of-agents && "
+        "cp examples/agents/chat_template.jinja runs/model-of-agents/"
+    )
+    run = documented(
+        "./scripts/quickstart.sh --hf-checkpoint runs/model-of-agents --agent-listen 127.0.0.1:8660 "
+        "--run-dir runs/elsewhere"
+    )
+    agent = documented("python examples/agents/outside.py http://127.0.0.1:8660 runs/elsewhere/agent-key")
+    commands = [
+        model,
+        f"{run} {SCRIPTED} --num-rollout 1 --skip-eval-before-train --eval-interval 1 & run=$!",
+        "until [ -f runs/elsewhere/agent-key ]; do kill -0 $run; sleep 0.2; done",
+        f"{agent} --patience-secs 60 & agent=$!",
+        "wait $run && code=0 || code=$?",
+        "kill $agent && wait $agent",
+        "exit $code",
+    ]
+    said = clone.run("\n".join(commands).replace("8660", str(free_port())))
+    [line] = Finished(0, "", clone.directory / "runs/elsewhere").metrics().values()
+    assert (line["train/num_samples"], line["train/num_rows"]) == (128.0, 128.0)
+    num_played = int(said.rpartition(" sessions played")[0].rpartition("\n")[2])
+    assert num_played > 128
+
+
 @pytest.fixture(scope="module")
 def streamed(clone: Clone, tiny_task: TinyTask) -> Path:
     """A run in mode streaming, beside one in mode buffer."""

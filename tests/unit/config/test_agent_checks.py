@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rollout_setup import write_model_directory
-from vime.config.agent_checks import GENERATE, check_agents, resolve_agents
+from vime.config.agent_checks import GENERATE, check_agents, host_and_port, resolve_agents
 from vime.config.checks import differences, resolve
+from vime.config.deadlines import generate_function_deadline_s
 from vime.config.parse import Config, parse
 from vime.config.problems import Problems
 from vime.types import ConfigError
@@ -76,6 +77,33 @@ def test_what_an_agent_cannot_be_combined_with_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_agents(config_of(tmp_path, "--agent-command", "sh agent.sh", *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--agent-listen", "8660"], "--agent-listen 8660: expected HOST:PORT"),
+        (["--agent-listen", "127.0.0.1:0"], "--agent-listen 127.0.0.1:0: expected HOST:PORT with a port of 1 to"),
+        (["--agent-listen", "127.0.0.1:65536"], "--agent-listen 127.0.0.1:65536: expected HOST:PORT"),
+        (["--agent-listen", "http://h:1"], "--agent-listen http://h:1: expected HOST:PORT"),
+        (["--agent-listen", "h:1", "--environment", "a.b"], "--environment and --agent-listen: .* Keep one"),
+        (["--agent-listen", "h:1", "--num-rollout-workers", "2"], "--num-rollout-workers 2: .* Remove one of the two"),
+        (["--agent-listen", "h:1", "--reference-mode"], "--reference-mode with an agent"),
+    ],
+)
+def test_where_agents_elsewhere_cannot_ask_is_refused(tmp_path: Path, flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_agents(config_of(tmp_path, *flags))
+
+
+def test_a_run_that_listens_has_an_agent_and_its_samples_may_wait_for_one_as_long_as_a_round(tmp_path: Path) -> None:
+    """By default 3600 s for the round, and 600 s for the engines."""
+    config = config_of(tmp_path, "--agent-listen", "[::1]:8660")
+    check_agents(config)
+    assert host_and_port("[::1]:8660") == ("::1", 8660)
+    assert config.rollout.custom_generate_function_path == GENERATE
+    assert generate_function_deadline_s(config) == 3600 + 600
+    assert generate_function_deadline_s(config_of(tmp_path, "--agent-command", "sh agent.sh")) == 600
 
 
 def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:

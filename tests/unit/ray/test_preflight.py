@@ -1,6 +1,7 @@
 """The overlapped schedule asks for more staleness than the plain one, and says so before anything starts."""
 
 import json
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from vime.config.parse import Config, parse
 from vime.ray.checkpoint import RunState, save_checkpoint
 from vime.ray.preflight import preflight, read_command_line
 from vime.types import CheckpointError, ConfigError
+from vime.utils.network import free_port
 
 SHAPE = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "head_dim": 16}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
@@ -266,6 +268,25 @@ def test_a_base_that_is_quantised_or_sees_or_lacks_the_layers_of_an_adapter_is_r
         preflight(chosen, is_async=False)
 
 
+def test_where_a_run_is_to_listen_for_agents_and_their_key_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        chosen = config(tmp_path, "--agent-listen", f"127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match=rf"--agent-listen .*:{port}: cannot be listened on; expected a free"):
+            preflight(chosen, is_async=False)
+    chosen = config(tmp_path, "--agent-listen", f"127.0.0.1:{free_port()}")
+    preflight(chosen, is_async=False)
+    key = tmp_path / "key"
+    preflight(chosen.replace(agent_key_file=str(key)), is_async=False)
+    assert not key.exists()  # the run makes it
+    key.write_text("k" * 32)
+    key.chmod(0o644)
+    with pytest.raises(ConfigError, match=f"--agent-key-file {key}: others may read it"):
+        preflight(chosen.replace(agent_key_file=str(key)), is_async=False)
+    with pytest.raises(ConfigError, match=r"--agent-key-file .*none/key: there is no directory .*none to make it in"):
+        preflight(chosen.replace(agent_key_file=str(tmp_path / "none" / "key")), is_async=False)
+
+
 IMAGES = '{"image": "images"}'
 
 
@@ -276,6 +297,7 @@ IMAGES = '{"image": "images"}'
         ({"multimodal_keys": '{"video": "clips"}'}, 'expected a JSON object like {"image": "images"}'),
         ({"multimodal_keys": "images"}, 'expected a JSON object like {"image": "images"}'),
         ({"agent_command": "python agent.py"}, "agents, environments and external jobs get prompts as text alone"),
+        ({"agent_listen": "127.0.0.1:8660"}, "agents, environments and external jobs get prompts as text alone"),
     ],
 )
 def test_images_that_a_part_of_the_run_would_not_carry_are_refused(

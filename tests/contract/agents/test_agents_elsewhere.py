@@ -1,0 +1,325 @@
+"""Agents that run elsewhere and ask a run for its samples (--agent-listen), before a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.helpers.agent_world import TOKENIZER, AgentWorld, agent_world
+from tests.helpers.scripted_engine import Reply, Request
+from vime.agents import server
+from vime.agents.generate import generate
+from vime.rollout.generation import train_sampling_params
+from vime.rollout.group_worker import generate_and_rm_group
+from vime.rollout.loops import rollout_loop
+from vime.rollout.request_priority import set_request_priority
+from vime.sessions import offers
+from vime.types import Sample, SampleStatus
+from vime.utils.network import free_port
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "agents" / "outside.py"
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+def answer(request: Request) -> Reply:
+    return Reply(token_ids=TOKENIZER.encode(f"n{request.number}<|im_end|>"), version=str(request.number))
+
+
+class Listening:
+    """A process that generates and listens, and what an agent elsewhere knows of it."""
+
+    def __init__(self, world: AgentWorld) -> None:
+        self.world, self.port = world, free_port()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+
+    def args(self, *flags: object) -> Any:
+        return self.world.args("--agent-listen", f"127.0.0.1:{self.port}", *flags)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {wait_for(self.world.directory / 'agent-key').strip()}"}
+
+    def offer(self, args: Any, sample: Sample) -> Future[list[Sample]]:
+        """Begin to generate the sample, and return when it is offered."""
+        return self.begin(args, self._generate(args, sample))
+
+    def begin(self, args: Any, work: Any) -> Future[list[Sample]]:
+        made = rollout_loop().run(server.agent_server(args), name="the server", timeout_s=60)
+        before = len(made.offers._open)
+        future = rollout_loop().submit(work)
+        until(lambda: len(made.offers._open) > before or future.done())
+        return future
+
+    async def _generate(self, args: Any, sample: Sample) -> list[Sample]:
+        set_request_priority(sample.group_index)
+        return await generate(args, sample, train_sampling_params(args))
+
+    def claim(self, key: str = "", body: object = None, headers: dict[str, str] | None = None) -> httpx.Response:
+        more = {"Idempotency-Key": key} if key else {}
+        asked = {**(headers or self.headers), **more}
+        return httpx.post(f"{self.url}/sessions", json=body, headers=asked, timeout=60)
+
+
+def until(is_so: Any) -> None:
+    ends = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def wait_for(path: Path) -> str:
+    until(path.exists)
+    return path.read_text()
+
+
+def play(task: dict[str, Any], end: dict[str, Any]) -> httpx.Response:
+    with openai.OpenAI(base_url=task["base_url"], api_key=task["key"]) as client:
+        client.chat.completions.create(model="m", messages=CHAT["messages"])  # type: ignore[arg-type]
+    return finish(task, end)
+
+
+def finish(task: dict[str, Any], end: dict[str, Any]) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {task['key']}"}
+    return httpx.post(f"{task['base_url']}/sessions/{task['id']}/complete", json=end, headers=headers, timeout=60)
+
+
+def sample(index: int = 0, group: int = 7) -> Sample:
+    return Sample(group_index=group, index=index, prompt="1+1=", label="2", tokens=[1], metadata={"level": 3})
+
+
+def named(world: AgentWorld, name: str) -> dict[str, Any]:
+    """Return the wait of this name when the registry shows it, which it does after a second."""
+    path = world.directory / "waits" / f"worker.{os.getpid()}.json"
+    found: list[dict[str, Any]] = []
+
+    def look() -> bool:
+        found[:] = [one for one in json.loads(wait_for(path))["waits"] if one["name"] == name]
+        return bool(found)
+
+    until(look)
+    return found[0]
+
+
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[Listening]:
+    with agent_world(tmp_path, answer) as world:
+        yield Listening(world)
+
+
+def test_a_sample_is_claimed_played_and_completed_by_a_program_that_knows_the_key(listening: Listening) -> None:
+    args = listening.args("--agent-max-turns", "3")
+    future = listening.offer(args, sample())
+    assert stat.S_IMODE((listening.world.directory / "agent-key").stat().st_mode) == 0o600
+    task = listening.claim().json()
+    told = {"prompt": "1+1=", "label": "2", "metadata": {"level": 3}, "evaluation": False}
+    assert {name: task[name] for name in told} == told
+    assert task["budget"] == {"turns": 3, "tokens": None, "seconds": 300.0}
+    assert (task["base_url"], task["anthropic_base_url"]) == (listening.url, listening.url.removesuffix("/v1"))
+    assert play(task, {"reward": 0.5}).status_code == 200
+    [row] = future.result(60)
+    assert (row.group_index, row.index, row.status, row.reward) == (7, 0, SampleStatus.COMPLETED, 0.5)
+    assert (row.prompt, row.label, row.metadata["level"]) == ("1+1=", "2", 3)
+    assert TOKENIZER.decode(row.tokens) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nn0<|im_end|>"
+    assert finish(task, {"reward": 0.5}).status_code == 200  # its answer may have been lost
+
+
+def test_the_run_scores_a_session_that_ends_with_reward_null_and_evaluation_is_marked(listening: Listening) -> None:
+    args = listening.args("--rm-type", "exact_match")
+    group = generate_and_rm_group(args, [sample()], train_sampling_params(args), evaluation=True)
+    future = listening.begin(args, group)
+    task = listening.claim().json()
+    assert task["evaluation"] is True
+    assert play(task, {}).status_code == 400
+    assert finish(task, {"reward": None}).status_code == 200
+    [row] = future.result(60)
+    assert (row.status, row.reward) == (SampleStatus.COMPLETED, 0.0)  # "n0" is not "2"
+
+
+def test_one_key_gets_one_session_and_the_group_that_is_needed_first_is_given_first(listening: Listening) -> None:
+    args = listening.args()
+    futures = [listening.offer(args, sample(group=group)) for group in (9, 3)]
+    first, again, other = (listening.claim(key).json() for key in ("a", "a", "b"))
+    assert first == again
+    assert first["id"] != other["id"]
+    for task in (first, other):
+        play(task, {"reward": 1.0 if task is first else 0.0})
+    assert [row.reward for future in futures for row in future.result(60)] == [0.0, 1.0]  # group 3 was the first
+    assert listening.claim("a").json()["id"] == first["id"]  # also when it has ended
+
+
+def test_two_requests_of_one_key_that_wait_at_the_same_time_get_one_session(listening: Listening) -> None:
+    args = listening.args()
+    made = rollout_loop().run(server.agent_server(args), name="the server", timeout_s=60)
+
+    async def ask() -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(timeout=60, headers={**listening.headers, "Idempotency-Key": "a"}) as client:
+            asked = [asyncio.create_task(client.post(f"{listening.url}/sessions")) for _ in range(2)]
+            while await asyncio.to_thread(lambda: len(made.offers._news._waiters)) < 2:
+                await asyncio.sleep(0.01)
+            futures.append(rollout_loop().submit(listening._generate(args, sample())))
+            return [(await one).json() for one in asked]
+
+    futures: list[Future[list[Sample]]] = []
+    one, two = asyncio.run(ask())
+    assert one["id"] == two["id"]
+    finish(one, {"failed": "enough"})
+    futures[0].result(60)
+
+
+def test_a_client_that_goes_away_while_it_waits_gets_no_sample(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the sample would be of an agent that never hears of it, and fail."""
+    monkeypatch.setattr(offers, "CLAIM_S", 600.0)
+    args = listening.args()
+    made = rollout_loop().run(server.agent_server(args), name="the server", timeout_s=60)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{listening.url}/sessions", headers=listening.headers, timeout=0.5)
+    until(lambda: not made.offers._news._waiters)
+    future = listening.offer(args, sample())
+    play(listening.claim().json(), {"reward": 0.25})
+    assert [row.reward for row in future.result(60)] == [0.25]
+
+
+def test_without_a_sample_a_request_is_answered_with_204(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers, "CLAIM_S", 0.2)
+    args = listening.args()
+    future = listening.offer(args, sample())
+    task = listening.claim().json()
+    empty = listening.claim()
+    assert (empty.status_code, empty.content) == (204, b"")
+    finish(task, {"failed": "enough"})
+    future.result(60)
+
+
+def test_a_sample_that_nobody_claims_is_named_goes_back_and_has_not_failed(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offers, "CLAIM_S", 0.2)
+    args = listening.args("--rollout-timeout-secs", "4")
+    future = listening.offer(args, sample())
+    wait = named(listening.world, "a sample to be claimed by an agent outside")
+    assert (wait["owners"], wait["deadline_s"]) == (["agent"], 4.0)
+    [row] = future.result(60)
+    assert (row.status, row.reward, row.tokens) == (SampleStatus.ABORTED, None, [1])
+    assert listening.claim().status_code == 204  # it is offered no longer
+
+
+def test_an_agent_that_claims_a_sample_and_falls_silent_is_named_and_its_sample_has_failed(
+    listening: Listening,
+) -> None:
+    args = listening.args("--agent-timeout-secs", "4")
+    future = listening.offer(args, sample(5))
+    task = listening.claim().json()
+    wait = named(listening.world, "the agent of sample 5, group 7, to end")
+    assert (wait["owners"], wait["deadline_s"]) == (["agent"], 4.0)
+    [row] = future.result(60)
+    assert (row.status, row.reward) == (SampleStatus.FAILED, None)
+    reason = "its agent did not end it within 4 s (--agent-timeout-secs), and asked nothing for the last 4 s"
+    assert row.metadata["session_reason"] == reason
+    assert finish(task, {"reward": 1.0}).status_code == 403
+
+
+def test_the_time_of_an_agent_begins_with_its_claim(listening: Listening) -> None:
+    """The session is older than --agent-timeout-secs when it is claimed."""
+    args = listening.args("--agent-timeout-secs", "2")
+    future = listening.offer(args, sample())
+    began = time.monotonic()
+    until(lambda: time.monotonic() > began + 2.5)
+    play(listening.claim().json(), {"reward": 0.5})
+    assert [row.reward for row in future.result(60)] == [0.5]
+
+
+@pytest.mark.parametrize(("how", "reason"), [("failed", "the container died"), ("deleted", "it was deleted")])
+def test_an_agent_that_gives_up_lets_its_sample_fail_at_once(listening: Listening, how: str, reason: str) -> None:
+    future = listening.offer(listening.args(), sample())
+    task = listening.claim().json()
+    if how == "failed":
+        finish(task, {"failed": reason})
+    else:
+        httpx.delete(f"{listening.url}/sessions/{task['id']}", headers={"x-api-key": task["key"]})
+    [row] = future.result(60)
+    assert (row.status, row.metadata["session_reason"]) == (SampleStatus.FAILED, reason)
+
+
+def test_a_group_that_is_not_wanted_any_more_is_not_offered_and_its_session_has_ended(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offers, "CLAIM_S", 0.2)
+    futures = [listening.offer(listening.args(), sample(index)) for index in range(2)]
+    task = listening.claim().json()
+    for future in futures:
+        future.cancel()
+    until(lambda: play_status(task) == 403)
+    until(lambda: not server._SERVERS[0].offers._open)
+    assert listening.claim().status_code == 204
+
+
+def play_status(task: dict[str, Any]) -> int:
+    headers = {"Authorization": f"Bearer {task['key']}"}
+    return httpx.post(f"{task['base_url']}/chat/completions", json=CHAT, headers=headers, timeout=60).status_code
+
+
+def test_the_key_stays_when_the_process_starts_again_and_old_sessions_are_unknown(listening: Listening) -> None:
+    args = listening.args()
+    future = listening.offer(args, sample())
+    headers, old = listening.headers, listening.claim("a").json()
+    future.cancel()
+    rollout_loop().run(server._SERVERS.pop().close(), name="the server of sessions to end", timeout_s=30)
+    future = listening.offer(args, sample())
+    assert play_status(old) == 401
+    new = listening.claim("a", headers=headers).json()
+    assert new["id"] != old["id"]
+    play(new, {"reward": 0.75})
+    assert [row.reward for row in future.result(60)] == [0.75]
+
+
+def test_without_the_key_nothing_is_given_and_an_agent_cannot_choose_its_group(listening: Listening) -> None:
+    future = listening.offer(listening.args(), sample())
+    refused = listening.claim(headers={"Authorization": "Bearer no"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "unknown_key")
+    assert listening.claim(body={"group_index": 0, "index": 0}).status_code == 400
+    finish(listening.claim(body={}).json(), {"failed": "enough"})
+    future.result(60)
+
+
+def test_the_addresses_in_an_answer_are_those_of_a_proxy_with_tls_that_passes_on_its_name(listening: Listening) -> None:
+    future = listening.offer(listening.args(), sample())
+    proxy = {"Host": "agents.example", "X-Forwarded-Proto": "https", **listening.headers}
+    task = listening.claim(headers=proxy).json()
+    assert task["base_url"] == "https://agents.example/v1"
+    finish({**task, "base_url": listening.url}, {"failed": "enough"})
+    future.result(60)
+
+
+def test_the_example_of_the_page_plays_samples_until_the_run_is_away_and_ends_at_sigterm(listening: Listening) -> None:
+    """One is told to end while it waits for a sample, the other finds nobody who listens."""
+    args = listening.args()
+    futures = [listening.offer(args, Sample(group_index=7, index=at, prompt="p", label=f"n{at}")) for at in range(2)]
+    key = listening.world.directory / "agent-key"
+    command = [sys.executable, str(EXAMPLE), listening.url.removesuffix("/v1"), str(key), "--patience-secs", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            rewards = [row.reward for future in futures for row in future.result(60)]
+            until(lambda: server._SERVERS[0].offers._news._waiters)
+            first.terminate()
+            assert (first.communicate(timeout=30)[0], first.returncode) == ("2 sessions played\n", 0)
+        finally:
+            first.kill()
+    assert rewards == [1.0, 1.0]  # the engine says n0, then n1
+    rollout_loop().run(server._SERVERS.pop().close(), name="the server of sessions to end", timeout_s=30)
+    second = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert second.stdout.endswith("0 sessions played\n")
