@@ -20,6 +20,7 @@ from vime.config.algo_checks import (
     resolve_algo,
 )
 from vime.config.colocation import check_colocation, resolve_colocation, transport_in_turns
+from vime.config.deadlines import request_deadline_s, rollout_deadline_s
 from vime.config.eval_sets import eval_sets
 from vime.config.external_engines import check_external_addresses
 from vime.config.flags import knobs
@@ -49,7 +50,7 @@ def resolve(given: Config, problems: Problems | None = None) -> Config:
     `problems`, with a placeholder so that the rest can be checked; without `problems` they are raised."""
     found = Problems() if problems is None else problems
     config = absolute_paths(given)
-    resolved = _derive(config, found)
+    resolved = _with_deadlines(_derive(config, found))
     if problems is None:
         found.raise_all()
     derived = tuple(
@@ -104,6 +105,17 @@ def _derive(config: Config, found: Problems) -> Config:
             _resolve_batch, batch.global_batch_size, batch.num_steps_per_rollout, samples, otherwise=one_step
         ),
     )
+
+
+def _with_deadlines(config: Config) -> Config:
+    """Fill in the deadlines that grow with answers. An --eval-config that cannot be read is refused by `_check_eval`:
+    until then they stay empty."""
+    try:
+        return config.replace(
+            generate_timeout_secs=request_deadline_s(config), rollout_timeout_secs=rollout_deadline_s(config)
+        )
+    except ConfigError:
+        return config
 
 
 def _resolve_precision(config: Config, *, on_cuda: bool) -> dict[str, bool]:
