@@ -359,7 +359,7 @@ def _give_up(group: BroadcastGroup, backend: str, under_way: Sequence[Future[obj
     in_background("weight-group-end", delete)
 
 
-def _give_up_made(backend: str, joining: Future[BroadcastGroup | None], making: Future[BroadcastGroup]) -> None:
+def _give_up_made(backend: str, joining: Future[Any], making: Future[BroadcastGroup]) -> None:
     """Give up the group that `making` has made, if it has: the connect failed, maybe before that. `joining` may wait in
     its first broadcast, which an abort ends."""
     if making.exception() is None:
