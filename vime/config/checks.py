@@ -20,6 +20,7 @@ from vime.config.algo_checks import (
     resolve_algo,
 )
 from vime.config.colocation import check_colocation, resolve_colocation, transport_in_turns
+from vime.config.deadlines import request_deadline_s, rollout_deadline_s
 from vime.config.eval_sets import eval_sets
 from vime.config.external_engines import check_external_addresses
 from vime.config.flags import knobs
@@ -40,7 +41,8 @@ from vime.utils.device import has_cuda
 
 TEACHER_COLUMN, ROUTING_COLUMN = "teacher_log_probs", "rollout_routed_experts"
 LAST_PORT = 65_535
-FP32_THRESHOLD, BF16_THRESHOLD = 1e-4, 6e-2  # of --train-rollout-diff-threshold
+FP32_THRESHOLD, BF16_THRESHOLD, BF16_EXPERTS_THRESHOLD = 1e-4, 6e-2, 0.1
+"""Defaults of --train-rollout-diff-threshold: in fp32, in bf16 without experts, in bf16 with experts."""
 
 
 def resolve(given: Config, problems: Problems | None = None) -> Config:
@@ -48,7 +50,7 @@ def resolve(given: Config, problems: Problems | None = None) -> Config:
     `problems`, with a placeholder so that the rest can be checked; without `problems` they are raised."""
     found = Problems() if problems is None else problems
     config = absolute_paths(given)
-    resolved = _derive(config, found)
+    resolved = _with_deadlines(_derive(config, found))
     if problems is None:
         found.raise_all()
     derived = tuple(
@@ -103,6 +105,17 @@ def _derive(config: Config, found: Problems) -> Config:
             _resolve_batch, batch.global_batch_size, batch.num_steps_per_rollout, samples, otherwise=one_step
         ),
     )
+
+
+def _with_deadlines(config: Config) -> Config:
+    """Fill in the deadlines that grow with answers. An --eval-config that cannot be read is refused by `_check_eval`:
+    until then they stay empty."""
+    try:
+        return config.replace(
+            generate_timeout_secs=request_deadline_s(config), rollout_timeout_secs=rollout_deadline_s(config)
+        )
+    except ConfigError:
+        return config
 
 
 def _resolve_precision(config: Config, *, on_cuda: bool) -> dict[str, bool]:
@@ -176,7 +189,8 @@ def _resolve_columns(config: Config) -> tuple[str, ...]:
 
 
 def _resolve_agreement(config: Config) -> dict[str, float | str]:
-    """Measured in fp32: at most 1.1e-5 on the CPU, 2.2e-5 for 135M parameters. In bf16 means of 0.005 to 0.044
+    """Fill in the threshold and what happens above it. Measured in fp32: at most 1.1e-5 on the CPU, 2.2e-5 for 135M
+    parameters. In bf16 means of 0.005 to 0.044, of which those of experts move most from round to round
     (docs/agreement.md)."""
     agreement = config.agreement
     threshold, action = agreement.train_rollout_diff_threshold, agreement.on_train_rollout_diff
@@ -201,9 +215,22 @@ def _resolve_agreement(config: Config) -> dict[str, float | str]:
             "--train-rollout-diff-threshold and --on-train-rollout-diff: completions of --loss-type sft_loss carry no "
             "log-probabilities of an engine. Remove the flag."
         )
-    if threshold is None:
-        threshold = BF16_THRESHOLD if config.parallel.bf16 else FP32_THRESHOLD
-    return {"train_rollout_diff_threshold": threshold, "on_train_rollout_diff": action}
+    return {
+        "train_rollout_diff_threshold": _usual_threshold(config) if threshold is None else threshold,
+        "on_train_rollout_diff": action,
+    }
+
+
+def _usual_threshold(config: Config) -> float:
+    """Return the default by precision and experts. A model that cannot be read is refused by `_check_model`: until then
+    it has no experts."""
+    if not config.parallel.bf16:
+        return FP32_THRESHOLD
+    try:
+        has_experts = read_model_shape(config.model.hf_checkpoint).num_experts > 0
+    except ConfigError:
+        has_experts = False
+    return BF16_EXPERTS_THRESHOLD if has_experts else BF16_THRESHOLD
 
 
 def _resolve_transport(config: Config, device: str) -> str:

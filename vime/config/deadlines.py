@@ -13,8 +13,10 @@ STEP_TOKENS = 2048
 """Most tokens of one step of vLLM's CPU engine, as its default has it."""
 SLOW_FLOPS = 5e9
 """Operations a second of a core that other programs use too: a tenth of what a free one does."""
+REQUEST_S, ROUND_S = 600.0, 3600.0
+"""Least defaults of --generate-timeout-secs and --rollout-timeout-secs."""
 SHORT_TOKENS = 8192
-"""Of an answer that the default of --generate-timeout-secs is for."""
+"""Tokens of answers, one after the other, that these two are for."""
 TOKENS_PER_S = 20
 """Of one sequence in a full batch of an engine on a GPU, low on purpose."""
 READ_BYTES_PER_S = 10**8
@@ -33,10 +35,10 @@ def start_deadline_s(config: Config) -> float:
 
 
 def generate_deadline_s(config: Config) -> float:
-    """--generate-timeout-secs, and a second for each 20 tokens of the longest answer beyond 8,192: those of 32k take
-    half an hour in a full batch."""
-    longest = max(config.rollout.rollout_max_response_len, config.eval.eval_max_response_len or 0)
-    return config.rollout.generate_timeout_secs + max(0, longest - SHORT_TOKENS) // TOKENS_PER_S
+    """Return --generate-timeout-secs; where it is not given, 600 s and a second for each 20 tokens of the longest
+    answer beyond 8,192: those of 32k take half an hour in a full batch."""
+    given = config.rollout.generate_timeout_secs
+    return REQUEST_S + _seconds_beyond(_longest_answer(config)) if given is None else given
 
 
 def generate_function_deadline_s(config: Config) -> float:
@@ -47,9 +49,38 @@ def generate_function_deadline_s(config: Config) -> float:
 
 
 def request_deadline_s(config: Config) -> float:
-    """Of whatever any part of the run asks the engines: the longest of `generate_deadline_s`, with those of the sets of
-    --eval-config."""
-    return max(generate_deadline_s(each) for each in (config, *(one.config for one in eval_sets(config))))
+    """Return the deadline of whatever any part of the run asks the engines: the longest of `generate_deadline_s`, with
+    those of the sets of --eval-config."""
+    return max(generate_deadline_s(each) for each in _with_sets(config))
+
+
+def rollout_deadline_s(config: Config) -> float:
+    """Return --rollout-timeout-secs; where it is not given, an hour and a second for each 20 tokens beyond 8,192 of the
+    answers that follow one another in a round: prompts wait where engines take fewer at once
+    (--vllm-server-concurrency). At least the deadline of one request. How many prompts an evaluation has is not known
+    here: it gets the same."""
+    rollout = config.rollout
+    if rollout.rollout_timeout_secs is not None:
+        return rollout.rollout_timeout_secs
+    requests = rollout.over_sampling_batch_size or rollout.rollout_batch_size
+    if rollout.custom_generate_function_path:  # it asks for each sample by itself; without it a group is one request
+        requests *= rollout.n_samples_per_prompt
+    per_engine = 1 if config.debug.reference_mode else config.engine.vllm_server_concurrency
+    turns = -(-requests // (per_engine * (config.cluster.rollout_num_engines or 1)))
+    longest = max(_longest_answer(each) for each in _with_sets(config))
+    return max(ROUND_S + _seconds_beyond(turns * longest), request_deadline_s(config))
+
+
+def _with_sets(config: Config) -> list[Config]:
+    return [config, *(one.config for one in eval_sets(config))]
+
+
+def _longest_answer(config: Config) -> int:
+    return max(config.rollout.rollout_max_response_len, config.eval.eval_max_response_len or 0)
+
+
+def _seconds_beyond(num_tokens: int) -> int:
+    return max(0, num_tokens - SHORT_TOKENS) // TOKENS_PER_S
 
 
 def _checkpoint_bytes(config: Config) -> int:

@@ -109,12 +109,19 @@ class RolloutConfig:
     custom_generate_function_path: str | None = flag(
         None, "async def generate(args, sample, sampling_params)", path=PathKind.PLUGIN
     )
-    generate_timeout_secs: float = flag(
-        600.0,
-        "deadline of one generation request, seconds; one more for each 20 tokens of the longest answer beyond 8192",
+    generate_timeout_secs: float | None = flag(
+        None,
+        "deadline of one generation request, seconds; empty: 600, and one more for each 20 tokens of the longest "
+        "answer beyond 8192",
         minimum=0.1,
     )
-    rollout_timeout_secs: float = flag(3600.0, "deadline of one round of generation, seconds", minimum=1)
+    rollout_timeout_secs: float | None = flag(
+        None,
+        "deadline of one round of generation, and of one evaluation, seconds; empty: 3600, and one more for each 20 "
+        "tokens beyond 8192 of the longest answers that follow one another in a round, because an engine takes "
+        "--vllm-server-concurrency requests at once",
+        minimum=1,
+    )
     rollout_sample_filter_path: str | None = flag(
         None, "def mark(args, groups): sets sample.remove_sample to leave samples out of the loss", path=PathKind.PLUGIN
     )

@@ -39,7 +39,7 @@ class AgreementConfig:
     train_rollout_diff_threshold: float | None = flag(
         None,
         "mean |trainer - engine| log-probability above which rows are recorded for `vime diagnose`, nats a token; "
-        "empty: 1e-4, with --bf16 6e-2",
+        "empty: 1e-4, with --bf16 6e-2, with --bf16 and experts 0.1",
         minimum=0,
     )
     on_train_rollout_diff: str | None = flag(

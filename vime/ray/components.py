@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ray import ObjectRef
 
-from vime.config.deadlines import update_deadline_s
+from vime.config.deadlines import rollout_deadline_s, update_deadline_s
 from vime.config.parse import Config
 from vime.config.queue_checks import EXTERNAL
 from vime.handoff.receipts import ReceiptFile
@@ -336,7 +336,7 @@ class Components:
             [ref],
             name=name,
             owner="RolloutManager",
-            deadline_s=self.config.rollout.rollout_timeout_secs + GRACE_S,
+            deadline_s=rollout_deadline_s(self.config) + GRACE_S,
             on_poll=self._poll(interruptible=True),
         )
         return result

@@ -17,6 +17,7 @@ import ray
 from numpy.typing import NDArray
 
 from vime.batching.flops import RoundWork
+from vime.config.deadlines import rollout_deadline_s
 from vime.config.parse import Args, Config
 from vime.config.queue_checks import BUFFER
 from vime.data.rows import GroupFacts, TrainRow, check_versions
@@ -362,7 +363,7 @@ class RolloutManager:
         to begin with. None when the round is whole or failed: `generate` reports which."""
         coordinator = self._coordinator
         assert coordinator is not None
-        while coordinator.early_batches.wait(rollout_id, self._config.rollout.rollout_timeout_secs):
+        while coordinator.early_batches.wait(rollout_id, rollout_deadline_s(self._config)):
             with self._early_lock:
                 claimed = coordinator.claim_early_batch()
                 if not claimed:

@@ -26,7 +26,7 @@ import ray
 from ray import ObjectRef
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vime.config.deadlines import update_deadline_s
+from vime.config.deadlines import rollout_deadline_s, update_deadline_s
 from vime.config.parse import Config
 from vime.config.queue_checks import EXTERNAL
 from vime.gateway.evaluation import Place, Result
@@ -244,7 +244,7 @@ class RemoteWorkers:
     def evaluate(self, before_round: int) -> Mapping[Place, Result]:
         """Mode external: have jobs outside evaluate the serving weights. Waits for: the jobs. A gateway that dies
         meanwhile is replaced, and its evaluation begins again."""
-        deadline_s = self._config.rollout.rollout_timeout_secs
+        deadline_s = rollout_deadline_s(self._config)
         began, said = time.monotonic(), EvalProgress(done=0, total=0, num_tokens=0, waits_for="a gateway")
         warned = ""
         with waiting("an evaluation by jobs outside", "external job", deadline_s=deadline_s):

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from vime.config.deadlines import rollout_deadline_s
 from vime.config.parse import Args
 from vime.data.rows import GroupFacts, check_versions, decode_facts
 from vime.handoff.group_store import StoredGroup, chunk_keys
@@ -120,7 +121,7 @@ class RoundCoordinator:
         """Return the groups of the round. Waits for: `num_groups` ready groups. Unblocked by: the workers' commits.
         Asking again for a round returns the same groups."""
         failpoint(Point.LEASE)
-        limit_s, round_id = self._args.rollout_timeout_secs, self._round_id
+        limit_s, round_id = rollout_deadline_s(self._args.config), self._round_id
         leased: Sequence[LeasedGroup] = ()
         try:
             with (
@@ -217,7 +218,7 @@ class RoundCoordinator:
 
     def _wait_for_lease(self, num_groups: int) -> RoundLease:
         args, name = self._args, f"round {self._round_id}"
-        limit_s, began, seen = args.rollout_timeout_secs, time.monotonic(), -1
+        limit_s, began, seen = rollout_deadline_s(args.config), time.monotonic(), -1
         while True:
             result: LeaseResult = self._ledger.call(
                 RoundLedger.lease, self._round_id, version=self._round_id, holder="trainer", count=num_groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from vime.config.deadlines import rollout_deadline_s
 from vime.config.eval_sets import EvalSet, eval_sets
 from vime.config.graders import IN_RECORD
 from vime.config.parse import Args
@@ -45,7 +46,7 @@ async def evaluate_all(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     """
     data: dict[str, list[Sample]] = {}
     metrics: dict[str, float] = {}
-    ends = asyncio.get_running_loop().time() + args.rollout_timeout_secs
+    ends = asyncio.get_running_loop().time() + rollout_deadline_s(args.config)
     for one, prompts in eval_data_sets(args):
         started = time.monotonic()
         groups = await _evaluate(one, rollout_id, prompts, ends)
@@ -129,7 +130,7 @@ async def _evaluate(one: EvalSet, rollout_id: int, prompts: Prompts, ends: float
     except TimeoutError as error:
         raise WaitTimeoutError(
             f"evaluation {name}: {finished} of {len(groups)} prompts done",
-            args.rollout_timeout_secs,
+            rollout_deadline_s(args.config),
             "vLLM engines and reward function",
             "Raise --rollout-timeout-secs or take a slice of the data (PATH@[0:64]).",
         ) from error

@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Coroutine, Sequence
 
+from vime.config.deadlines import rollout_deadline_s
 from vime.config.parse import Args
 from vime.handoff.ledger_types import Task
 from vime.protocols import DataSource, calling_plugin
@@ -70,7 +71,7 @@ def generate_rollout(
     return rollout_loop().run(
         work,
         name=f"{'evaluation before' if evaluation else 'generation of'} round {rollout_id}",
-        timeout_s=args.rollout_timeout_secs + GRACE_S,
+        timeout_s=rollout_deadline_s(args.config) + GRACE_S,
         advice=f"The rollout loop is blocked; does a plug-in make a blocking call? Last seen: {generation_progress()}",
     )
 
@@ -113,10 +114,10 @@ class RoundWorker(GroupWorker):
 
     async def round(self) -> RolloutFnTrainOutput:
         """Run the round. Waits for: generation and rewards, --rollout-timeout-secs in all, then WaitTimeoutError."""
-        args = self._args
+        args, limit_s = self._args, rollout_deadline_s(self._args.config)
         try:
-            with waiting(f"the groups of round {self._rollout_id}", "engine", deadline_s=args.rollout_timeout_secs):
-                async with asyncio.timeout(args.rollout_timeout_secs) as deadline:
+            with waiting(f"the groups of round {self._rollout_id}", "engine", deadline_s=limit_s):
+                async with asyncio.timeout(limit_s) as deadline:
                     await self.run()
         except TimeoutError as error:
             if not deadline.expired():
@@ -124,7 +125,7 @@ class RoundWorker(GroupWorker):
             raise WaitTimeoutError(
                 f"round {self._rollout_id}: {len(self.kept)} of {self._wanted} groups ready, {len(self._pending)} in "
                 f"flight, dropped {dict(self.stats.dropped)}",
-                args.rollout_timeout_secs,
+                limit_s,
                 "vLLM engines and reward function",
                 "Raise --rollout-timeout-secs, shorten completions, or relax the filter.",
             ) from error

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
+from vime.config.deadlines import rollout_deadline_s
 from vime.config.parse import Args
 from vime.data.payload import bytes_to_samples, samples_to_bytes
 from vime.data.rows import encode_facts
@@ -233,7 +234,7 @@ class RolloutWorker(GroupWorker, StoresGroups):
             group = encoded_group(self._args, samples, producer_id=self.name, with_samples=True)
         num_tokens = sum(len(sample.tokens) for sample in samples)
         if self._has_capacity:
-            with waiting("room for a group", "driver", deadline_s=self._args.rollout_timeout_secs):
+            with waiting("room for a group", "driver", deadline_s=rollout_deadline_s(self._args.config)):
                 await self._wait_for_capacity(task, num_tokens, group.num_bytes)
         failpoint(Point.SPOOL)
         payload = payload_of(group, samples)
@@ -243,7 +244,7 @@ class RolloutWorker(GroupWorker, StoresGroups):
 
     async def _wait_for_capacity(self, task: Task, num_tokens: int, num_bytes: int) -> None:
         """Waits for: capacity under --transferqueue-max-groups, -tokens, -bytes. Unblocked by: a trained round."""
-        limit_s = self._args.rollout_timeout_secs
+        limit_s = rollout_deadline_s(self._args.config)
         ends, seen = time.monotonic() + limit_s, -1
         while True:
             admission: Admission = await self._ledger.call_async(

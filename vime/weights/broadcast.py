@@ -102,19 +102,26 @@ class BroadcastSender(BucketSender):
         address: str,
     ) -> BroadcastGroup | None:
         meeting: Future[BroadcastGroup | None] = in_background("weight-connect", partial(fleet.init_transfer, infos))
-        timeout = timedelta(seconds=self._timeout_s)
-        join = partial(_make_group, _device(self._backend), store, 0, world_size, address, timeout)
-        joining: Future[BroadcastGroup | None] = in_background("weight-connect", join)
-        # The first to fail ends both: rank 0 would wait for an engine that could not join until the timeout.
-        with waiting("the engines to join the broadcast group", "engine", deadline_s=self._timeout_s):
-            done, _ = wait([meeting, joining], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
-        for future in (meeting, joining):
-            if future in done:
-                future.result()
-        if len(done) < 2:
-            advice = "Raise --update-weight-timeout-secs, or check that the hosts reach each other."
-            raise WaitTimeoutError("the engines to join the broadcast group", self._timeout_s, "weights", advice)
-        return joining.result()
+        timeout, device = timedelta(seconds=self._timeout_s), _device(self._backend)
+        make = partial(_new_group, self._backend, store, 0, world_size, address, timeout)
+        making: Future[BroadcastGroup] = in_background("weight-connect", make)
+        joining: Future[BroadcastGroup | None] = in_background(
+            "weight-connect", lambda: _with_first_byte(making.result(), 0, device)
+        )
+        try:
+            # The first to fail ends both: rank 0 would wait for an engine that could not join until the timeout.
+            with waiting("the engines to join the broadcast group", "engine", deadline_s=self._timeout_s):
+                done, _ = wait([meeting, joining], timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
+            for future in (meeting, joining):
+                if future in done:
+                    future.result()
+            if len(done) < 2:
+                advice = "Raise --update-weight-timeout-secs, or check that the hosts reach each other."
+                raise WaitTimeoutError("the engines to join the broadcast group", self._timeout_s, "weights", advice)
+            return joining.result()
+        except BaseException:
+            making.add_done_callback(partial(_give_up_made, self._backend, joining))
+            raise
 
     def _say_given_up(self) -> None:
         if self._store is not None:
@@ -203,8 +210,8 @@ class BroadcastReceiver(BucketReceiver):
             join_store(told.master_address, told.master_port, told.world_size, timeout=timeout) for _ in range(2)
         )
         rank, own = told.rank_offset + worker_rank, local_address(f"http://{told.master_address}")
-        make = partial(_make_group, _device(self.backend), store, rank, told.world_size, own, timeout)
-        self._group = make() if self.backend == "nccl" else self._unless_given_up(make)
+        join = partial(_join, self.backend, store, rank, told.world_size, own, timeout)
+        self._group = join() if self.backend == "nccl" else self._unless_given_up(join)
         self._name = told.group
 
     def close(self) -> None:
@@ -227,8 +234,8 @@ class BroadcastReceiver(BucketReceiver):
                 yield self._arrived(travelling)
         except BaseException:
             self._group = None
-            if self.backend == "gloo":
-                _give_up(group, self.backend, [in_background("weight-broadcast", work.wait) for *_, work in travelling])
+            works = [work for *_, work in travelling] if self.backend == "gloo" else []
+            _give_up(group, self.backend, [in_background("weight-broadcast", work.wait) for work in works])
             raise
 
     def _arrived(self, travelling: deque[tuple[Bucket, torch.Tensor, dist.Work]]) -> list[torch.Tensor]:
@@ -273,18 +280,28 @@ def local_address(url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _make_group(
-    device: torch.device, store: dist.Store, rank: int, world_size: int, address: str, timeout: timedelta
+def _join(
+    backend: str, store: dist.Store, rank: int, world_size: int, address: str, timeout: timedelta
 ) -> BroadcastGroup:
-    """A process group of its own, after a first broadcast of one byte: NCCL makes its communicator only then, and a
-    rank that cannot join is found here, under the deadline of `connect`, and not by the first version.
+    group = _new_group(backend, store, rank, world_size, address, timeout)
+    try:
+        return _with_first_byte(group, rank, _device(backend))
+    except BaseException:
+        _give_up(group, backend, [])
+        raise
+
+
+def _new_group(
+    backend: str, store: dist.Store, rank: int, world_size: int, address: str, timeout: timedelta
+) -> BroadcastGroup:
+    """Make a process group of its own. gloo waits here until all have joined, NCCL does not.
 
     A plain constructor, because `init_process_group` would make it the default one. gloo listens on `address`, by which
     the others reach this process; the host's own name may not resolve to it."""
     store = dist.PrefixStore("vime-weights", store)
     torch_groups: Any = dist  # its types know neither gloo's options nor that a group can broadcast
     group: BroadcastGroup
-    if device.type != "cpu":
+    if backend == "nccl":
         options = torch_groups.ProcessGroupNCCL.Options()
         options._timeout = timeout  # noqa: SLF001 - torch has no public name for it
         group = torch_groups.ProcessGroupNCCL(store, rank, world_size, options)
@@ -295,6 +312,12 @@ def _make_group(
         options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001
         options._threads = 2  # noqa: SLF001
         group = gloo(store, rank, world_size, options)
+    return group
+
+
+def _with_first_byte(group: BroadcastGroup, rank: int, device: torch.device) -> BroadcastGroup:
+    """Return the group after a first broadcast of one byte: NCCL makes its communicator only then, and a rank that
+    cannot join is found here, under the deadline of `connect`, and not by the first version."""
     first = torch.full((1,), int(rank == 0), dtype=torch.uint8, device=device)
     _broadcast(group, first).wait()
     if first.item() != 1:
@@ -320,8 +343,9 @@ def _give_up(group: BroadcastGroup, backend: str, under_way: Sequence[Future[obj
     stopped.
 
     gloo's is deleted behind that, by a thread that dies with the process. Left alone, its loop turns without rest
-    in every third such group: it is told again and again that a peer is gone. NCCL's is never deleted, not even when
-    Python ends and empties its modules; it has a watchdog that ends the process when the broadcast is late."""
+    in every third such group: it is told again and again that a peer is gone. NCCL's is aborted, which ends a broadcast
+    that waits for a peer, and never deleted, not even when Python ends and empties its modules; it has a watchdog that
+    ends the process when the broadcast is late."""
     if backend == "nccl":
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         in_background("weight-abort", group.abort)
@@ -333,6 +357,13 @@ def _give_up(group: BroadcastGroup, backend: str, under_way: Sequence[Future[obj
         held.clear()
 
     in_background("weight-group-end", delete)
+
+
+def _give_up_made(backend: str, joining: Future[Any], making: Future[BroadcastGroup]) -> None:
+    """Give up the group that `making` has made, if it has: the connect failed, maybe before that. `joining` may wait in
+    its first broadcast, which an abort ends."""
+    if making.exception() is None:
+        _give_up(making.result(), backend, [joining])
 
 
 def _completion(work: dist.Work, device: torch.device) -> Callable[[], object]:

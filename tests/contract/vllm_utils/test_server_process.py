@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.rollout_setup import write_model_directory
 from vime.backends.vllm_utils.guard import session_members
 from vime.backends.vllm_utils.process import ServerProcess, server_environment
 from vime.config.parse import Config
@@ -342,3 +343,34 @@ def test_when_the_owner_is_killed_nothing_survives(how, tmp_path):
     assert_gone(members)
     owner.stdin.close()
     owner.stdout.close()
+
+
+SCRIPTED = """
+import atexit, runpy
+atexit.register(print, "interpreters ended:", 2 - 1, flush=True)
+runpy.run_module("vime.backends.vllm_utils.scripted_server", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_scripted_server_ends_without_the_end_of_its_interpreter(tmp_path):
+    """In which threads of a gloo group whose sender is gone abort the process, or use a core for long."""
+    port = free_port()
+    model = write_model_directory(tmp_path / "model")
+    server = ServerProcess(
+        "scripted",
+        [sys.executable, "-c", SCRIPTED, "--model", str(model), "--port", str(port)],
+        env=server_environment({}),
+        log_path=tmp_path / "log",
+        ready_url=f"http://127.0.0.1:{port}/health",
+    )
+    server.start()
+    try:
+        server.wait_ready(DEADLINE_S)
+        [process] = psutil.Process(server.pid).children()
+        process.terminate()
+        server._child.wait(DEADLINE_S)
+        with pytest.raises(EngineError, match="exit code 0"):
+            server.check()
+        assert "interpreters ended: 1" not in server.log_tail()  # the log begins with the command
+    finally:
+        server.stop()

@@ -22,11 +22,10 @@ from tests.helpers.engine_updates import kill_one_of_two_in_a_broadcast
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.backends.vllm_utils.routes import UPDATE_ROUTE
-from vime.types import EngineError, PublishError
+from vime.types import EngineError, PublishError, WaitTimeoutError
 from vime.weights.hashing import content_hash
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import publish
-from vime.weights.shm import ShmSender
 from vime.weights.transports import make_sender
 from vime.weights.versions import check_reports
 from vime.weights.wire import update_to_wire
@@ -115,57 +114,82 @@ def test_the_answer_after_an_update_carries_its_version(pause_mode, fleet, model
         assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
 
 
-class FaultySender(ShmSender):
-    """Does to one bucket, after it was hashed, what a fault on the way does."""
+class Faulty:
+    """A sender that does to one bucket, after it was hashed, what a fault on the way does. `lost` and `last lost` leave
+    one out."""
 
-    def __init__(self, fault: str) -> None:
-        super().__init__(bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
+    def __init__(self, fault: str, transport: str, directory: Path, *, timeout_s: float = TIMEOUT_S) -> None:
         self.fault, self._before = fault, torch.empty(0)
+        self.sender = make_sender(transport, bucket_bytes=BUCKET_BYTES, directory=directory, timeout_s=timeout_s)
+        self._filled, self.sender._filled = self.sender._filled, self._faulty
 
-    def _deliver(self, bucket, buffer, deliver) -> None:
-        now = buffer.clone()
-        if bucket.index == 1 and self.fault == "flipped":
-            buffer[3] ^= 1
-        elif bucket.index == 1 and self.fault == "stale":
-            buffer.copy_(self._before)
-        elif self.fault == "swapped":
-            alike = [slot for slot in bucket.slots if slot.meta.shape == bucket.slots[-1].meta.shape]
-            first, last = alike[0].view(buffer), alike[-1].view(buffer)
-            first[:], last[:] = last.clone(), first.clone()
-        if bucket.index == 1:
-            self._before = now
-        if (self.fault, bucket.index) not in (("lost", 1), ("last lost", bucket.count - 1)):
-            super()._deliver(bucket, buffer, deliver)
+    def _faulty(self, *of_update):
+        for bucket, buffer in self._filled(*of_update):
+            now, middle = buffer.clone(), buffer.numel() // 2
+            if bucket.index == 1 and self.fault == "flipped":
+                buffer[3] ^= 1
+            elif bucket.index == 1 and self.fault == "stale":
+                buffer.copy_(self._before)
+            elif bucket.index == 1 and self.fault == "half stale":
+                buffer[middle:] = self._before[middle:]
+            elif self.fault == "swapped":
+                alike = [slot for slot in bucket.slots if slot.meta.shape == bucket.slots[-1].meta.shape]
+                first, last = alike[0].view(buffer), alike[-1].view(buffer)
+                first[:], last[:] = last.clone(), first.clone()
+            if bucket.index == 1:
+                self._before = now
+            if (self.fault, bucket.index) not in (("lost", 1), ("last lost", bucket.count - 1)):
+                yield bucket, buffer
 
 
-@pytest.mark.parametrize("fault", ["flipped", "stale", "swapped"])
-def test_other_bytes_than_were_sent_stop_the_update_and_the_engine_stays_paused(fault, fleet, model):
-    sender = FaultySender("none")
-    sender.connect(fleet)
-    tiny_models.perturb(model, seed=8)
-    send(model, fleet, sender, 8)
-    tiny_models.perturb(model, seed=9)
-    sender.fault = fault
+def assert_other_bytes_are_refused(faulty: Faulty, fault: str, control: FleetControl, model) -> None:
+    """The update before is sound, and so brings what is stale."""
+    faulty.sender.connect(control)
+    for version in (8, 9):
+        tiny_models.perturb(model, seed=version)
+        if version == 8:
+            send(model, control, faulty.sender, version)
+    faulty.fault = fault
     expected = content_hash(dict(tiny_models.stream(model)))
     with pytest.raises(PublishError, match=f"version 9 with hash {expected}") as refused:
-        send(model, fleet, sender, 9)
-    assert fleet.addresses[0].name in str(refused.value)
-    assert fleet.is_paused() == [True]
-    sender.close()
+        send(model, control, faulty.sender, 9)
+    assert all(address.name in str(refused.value) for address in control.addresses)
+    assert control.is_paused() == [True] * len(control.addresses)
+    faulty.sender.close()
+
+
+@pytest.mark.parametrize("fault", ["flipped", "stale", "half stale", "swapped"])
+def test_other_bytes_than_were_sent_stop_the_update_and_the_engine_stays_paused(fault, fleet, model, tmp_path):
+    assert_other_bytes_are_refused(Faulty("none", "shm", tmp_path), fault, fleet, model)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+@pytest.mark.parametrize("fault", ["flipped", "stale", "half stale", "swapped"])
+def test_other_bytes_are_noticed_by_every_engine_whatever_they_came_by(fault, transport, two_fakes, model, tmp_path):
+    _, _, control = two_fakes
+    assert_other_bytes_are_refused(Faulty("none", transport, tmp_path), fault, control, model)
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
-    [("lost", "got bucket 2 of [0-9]+, expected bucket 1"), ("last lost", "version 9: no engine reported")],
+    ("fault", "transport", "message"),
+    [
+        ("lost", "shm", "got bucket 2 of [0-9]+, expected bucket 1"),
+        ("last lost", "shm", "version 9: no engine reported"),
+        ("lost", "disk", "e0 .*model-00002-of-[0-9]+.safetensors"),
+        ("last lost", "disk", "e0 .*model-0000([0-9])-of-0000\\1.safetensors"),
+        ("last lost", "gloo", "the engines to take a bucket of weights"),  # which wait for it; no bucket has its place
+    ],
 )
-def test_a_lost_bucket_stops_the_update_and_the_engines_stay_paused(fault, message, two_fakes, model):
+def test_a_lost_bucket_stops_the_update_and_the_engines_stay_paused(
+    fault, transport, message, two_fakes, model, tmp_path
+):
     _, _, control = two_fakes
-    sender = FaultySender(fault)
-    sender.connect(control)
-    with pytest.raises(PublishError, match=message):
-        send(model, control, sender, 9)
+    faulty = Faulty(fault, transport, tmp_path, timeout_s=3)
+    faulty.sender.connect(control)
+    with pytest.raises((PublishError, WaitTimeoutError), match=message):
+        send(model, control, faulty.sender, 9)
     assert control.is_paused() == [True, True]
-    sender.close()
+    faulty.sender.close()
 
 
 def test_an_engine_that_was_passed_over_is_named(two_fakes, tmp_path):

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vime.config.deadlines import generate_deadline_s, health_deadline_s, start_deadline_s, update_deadline_s
+from vime.config.deadlines import (
+    generate_deadline_s,
+    health_deadline_s,
+    request_deadline_s,
+    rollout_deadline_s,
+    start_deadline_s,
+    update_deadline_s,
+)
 from vime.config.parse import Config
 
 
@@ -46,4 +53,51 @@ def test_a_part_that_reads_the_checkpoint_has_a_second_more_for_each_100_megabyt
 @pytest.mark.parametrize(("train", "evaluation", "more_s"), [(8, None, 0), (32_768, None, 1228), (100, 16_000, 390)])
 def test_a_request_has_a_second_more_for_each_20_tokens_of_a_long_answer(train, evaluation, more_s):
     lengths = {"rollout_max_response_len": train, "eval_max_response_len": evaluation}
-    assert generate_deadline_s(Config().replace(generate_timeout_secs=600.0, **lengths)) == 600 + more_s
+    assert generate_deadline_s(Config().replace(**lengths)) == 600 + more_s
+    assert generate_deadline_s(Config().replace(generate_timeout_secs=700.0, **lengths)) == 700
+
+
+@pytest.mark.parametrize(
+    ("prompts", "length", "plugin", "more_s"),
+    [
+        (256, 1024, None, 0),  # two answers after each other, 2,048 tokens
+        (128, 32_768, None, 1228),  # all at once: (32,768 - 8,192) / 20
+        (129, 32_768, None, 2867),  # one has to wait: (2 * 32,768 - 8,192) / 20
+        (128, 32_768, "agents.py:generate", 12_697),  # each of 1,024 samples asks for itself: (8 * 32,768 - 8,192) / 20
+    ],
+)
+def test_a_round_has_a_second_more_for_each_20_tokens_that_answers_after_each_other_have(
+    prompts, length, plugin, more_s
+):
+    config = Config().replace(
+        rollout_batch_size=prompts,
+        n_samples_per_prompt=8,
+        rollout_max_response_len=length,
+        rollout_num_engines=2,
+        vllm_server_concurrency=64,
+        custom_generate_function_path=plugin,
+    )
+    assert rollout_deadline_s(config) == 3600 + more_s
+    assert rollout_deadline_s(config.replace(rollout_timeout_secs=5000.0)) == 5000
+    wider = config.replace(over_sampling_batch_size=2 * prompts, rollout_max_response_len=8192)
+    assert rollout_deadline_s(wider) > rollout_deadline_s(config.replace(rollout_max_response_len=8192))
+
+
+def test_a_round_has_at_least_the_time_of_one_request():
+    config = Config().replace(generate_timeout_secs=9000.0)
+    assert rollout_deadline_s(config) == 9000
+    assert rollout_deadline_s(config.replace(rollout_timeout_secs=100.0)) == 100
+
+
+def test_under_reference_mode_an_engine_answers_one_prompt_at_a_time():
+    """32 prompts of 8,192 tokens after each other: (32 - 1) * 8,192 / 20."""
+    config = Config().replace(reference_mode=True, rollout_batch_size=32, rollout_max_response_len=8192)
+    assert rollout_deadline_s(config) == 3600 + 12_697
+
+
+def test_requests_and_rounds_have_the_time_of_the_longest_set_of_evaluation(tmp_path):
+    sets = tmp_path / "sets.toml"
+    sets.write_text('[[datasets]]\nname = "own"\npath = "a.jsonl"\nmax_response_len = 32768\n')
+    config = Config().replace(eval_config=str(sets), rollout_max_response_len=8)
+    assert (generate_deadline_s(config), request_deadline_s(config)) == (600, 1828)
+    assert rollout_deadline_s(config) == 4828

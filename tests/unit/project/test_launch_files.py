@@ -77,3 +77,12 @@ def test_the_page_of_what_never_ran_lists_every_gpu_test() -> None:
     listed = set(re.findall(r"^\| `(tests/[\w/]+\.py::test_\w+)` \|", page, re.MULTILINE))
     assert listed == found
     assert len(found) > 3
+
+
+def test_the_page_of_what_never_ran_has_what_the_page_of_gpus_says_of_other_packages_and_models() -> None:
+    page = (ROOT / "docs/never-run.md").read_text()
+    gpus = (ROOT / "docs/gpu-launch.md").read_text()
+    [build] = re.findall(r"`(pip install [^`]*transformer-engine[^`]*)`", gpus)
+    assert f"`{build}`" in page
+    assert "A judge or a reward model can live on these GPUs too (never run)" in gpus
+    assert "a judge or a reward model that shares GPUs" in page

@@ -113,19 +113,19 @@ def test_a_generate_function_has_the_time_of_the_longest_answer(file: Path, monk
 
     monkeypatch.setattr("vime.rollout.group_worker.waiting", recorded)
     for length in (8192, 32_768):
-        config = Config().replace(rollout_max_response_len=length, generate_timeout_secs=100.0)
+        config = Config().replace(rollout_max_response_len=length)
         args = arguments(custom_generate_function_path=f"{file}:exits", config=config)
         call = generate_and_rm_group(args, [Sample(index=0, group_index=0)], {})
         with pytest.raises(PluginError):
             rollout_loop().run(call, name="a group", timeout_s=10)
-    assert deadlines == [100, 1328]
+    assert deadlines == [600, 1828]
 
 
 async def test_a_request_to_the_engines_has_the_time_of_the_longest_answer() -> None:
-    given = {"vllm_router_ip": "127.0.0.1", "rollout_max_response_len": 32_768, "generate_timeout_secs": 100.0}
+    given = {"vllm_router_ip": "127.0.0.1", "rollout_max_response_len": 32_768}
     try:
         client = engine_client(Args(Config().replace(vllm_router_port=1, **given)))
-        assert client._timeout_s == 1328
+        assert client._timeout_s == 1828
     finally:
         close_clients()
 

@@ -169,4 +169,9 @@ def requests_at_once() -> int | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by the end of the interpreter: it ends threads that delete a gloo group whose sender is gone, which aborts the
+    # process, and groups that are left may use a core until somebody kills it.
+    os._exit(code)
