@@ -87,7 +87,8 @@ class GatewayClient:
         if digest.hexdigest() != file.sha256:
             draft.unlink()
             raise OtherBytesError(
-                f"{self.url}{path}: its SHA-256 is {digest.hexdigest()}, expected {file.sha256}. Get the manifest again."
+                f"{self.url}{path}: its SHA-256 is {digest.hexdigest()}, expected {file.sha256}. Read the manifest "
+                "again."
             )
         os.replace(draft, directory / file.name)
 

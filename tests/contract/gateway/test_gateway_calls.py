@@ -137,6 +137,25 @@ def test_an_admin_sees_everything_and_ends_a_job_and_its_tokens_but_does_no_work
     assert admin.post("/v1/producers/end", json={"producer": "nobody", "revoke": True}).json() == nobody
 
 
+def report(client, *engines, version=0):
+    """Say that these engines have loaded a version."""
+    call = {"version": version, "engines": dict.fromkeys(engines, f"hash-of-version-{version}")}
+    assert client.post("/v1/weights/loaded", json=call).status_code == 200
+
+
+def test_a_process_that_registers_reports_its_own_engines_whatever_an_earlier_one_had(run):
+    """Engines of both together would be as many as were registered."""
+    client = run.client(confirms=False)
+    for engine in ("old", "new"):
+        client.post("/v1/producers/register", json={"engines": 2})
+        report(client, engine)
+        assert client.post("/v1/producers/heartbeat", json={}).json()["lags"].endswith("1 of its 2 engines have")
+    other = run.client("job-b", confirms=False)
+    other.post("/v1/producers/register", json={})
+    report(other, "any")  # who registers no number is confirmed by one report
+    assert other.post("/v1/producers/heartbeat", json={}).json()["lags"] == ""
+
+
 def test_a_job_gets_prompts_only_with_the_serving_weights_and_a_wrong_hash_is_refused(run):
     client = run.client(confirms=False)
     reader = run.client("eyes", scopes=(Scope.READ,), confirms=False)
@@ -147,7 +166,14 @@ def test_a_job_gets_prompts_only_with_the_serving_weights_and_a_wrong_hash_is_re
     )  # fmt: skip
     wrong = {"version": 0, "engines": {"left": "hash-of-version-0", "right": "other"}}
     assert "'right'" in refused(client.post("/v1/weights/loaded", json=wrong), 409, "wrong_hash")["got"]
-    confirm(client)
+    for _ in range(2):  # the same engine twice is one
+        report(client, "left")
+        half = client.post("/v1/leases", json={"request": "r"}).json()
+        assert (half["prompts"], half["lags"]) == (
+            [], "job-a to load version 0 and report its hash; 1 of its 2 engines have",
+        )  # fmt: skip
+        assert client.post("/v1/producers/heartbeat", json={}).json()["lags"] == half["lags"]
+    report(client, "right")
     [prompt] = lease(client)
     group = group_of(prompt, versions=[[0, 1, 0], [1, 3, 1]])
     assert refused(client.post("/v1/groups", json=group), 409, "unconfirmed_version")["may_repeat"]
@@ -160,7 +186,9 @@ def test_a_job_gets_prompts_only_with_the_serving_weights_and_a_wrong_hash_is_re
     assert job["lags"].startswith("job-a to load version 1")
     assert lease(client, request="later") == []
     assert client.get("/v1/weights/serving").json()["content_hash"] == "hash-of-version-1"
-    confirm(client, 1)
+    report(client, "left", version=1)
+    assert refused(client.post("/v1/groups", json=group), 409, "unconfirmed_version")["may_repeat"]
+    report(client, "left", "right", version=1)
     assert client.post("/v1/groups", json=group).json()["is_committed"]
     assert len(lease(client, request="later")) == 1
 
@@ -432,7 +460,7 @@ def test_leases_whose_response_was_lost_come_back_though_the_gateway_forgot_the_
     ask for weights first: the job would lease anew, and its heartbeats would renew leases that it does not know."""
     client = run.client()
     [lost] = lease(client, request="whose response was lost")
-    run.weights._confirmed.clear()
+    run.weights.forget_confirmations()
     [again] = lease(client, request="whose response was lost")
     assert again == lost
     refused(client.post("/v1/groups", json=group_of(again)), 409, "unconfirmed_version")

@@ -87,7 +87,8 @@ class Resumed:
         self._seen += path.endswith(self._at)
         if path.endswith(self._at) and self._seen == self._when:
             shutil.rmtree(self.published)
-            self.run.gateway.weights = Weights(write_weights(self.published, self._other, 0, num_files=1))
+            manifest = write_weights(self.published, self._other, 0, num_files=1)
+            self.run.gateway.weights = Weights(self.published.parent, manifest)
         return False
 
     def bring(self, directory: Path, engine: FakeEngine) -> None:
