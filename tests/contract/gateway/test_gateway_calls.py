@@ -7,12 +7,13 @@ import socket
 import msgspec
 import pytest
 
-from tests.helpers.gateway_run import GatewayRun, confirm, group_of, job_client, lease, sample
+from tests.helpers.gateway_run import GatewayRun, confirm, group_of, job_client, lease, own_of, sample
 from vime.gateway.messages import ErrorBody, Prompts, WeightManifest
 from vime.gateway.tokens import Scope
 from vime.handoff.ledger import CALLS, Ledger
 from vime.handoff.ledger_types import Admission, Task
 from vime.handoff.prompt_ledger import PromptLedger
+from vime.handoff.round_ledger import RoundLedger
 from vime.types import HandoffError
 
 
@@ -440,6 +441,39 @@ def test_samples_of_groups_that_are_not_whole_are_bounded_by_producer_also_after
         assert put(client, also).json()["missing"]
     finally:
         run.close()
+
+
+def test_groups_of_jobs_leave_the_spool_after_the_checkpoint_that_has_them_and_not_before(run):
+    """However they were put: whole, sample by sample (each is a record of its own too), or for a prompt of the job's
+    own. A segment of the spool is deleted when none of its records is needed and a newer one is there."""
+    client = run.client()
+
+    def stored():
+        run.store.compact(run.port.call(Ledger.needed_payloads))
+        return {task.group for task, *_ in run.spool.entries()}
+
+    def trained(round_id):
+        taken = run.port.call(RoundLedger.lease, round_id, version=round_id, holder="t", count=2).lease
+        run.port.call(RoundLedger.trained, round_id, taken.fence)
+        run.port.call(RoundLedger.release, round_id + 1)
+
+    whole, by_sample = lease(client, 2)
+    assert client.post("/v1/groups", json=group_of(whole)).json()["is_committed"]
+    for one in by_sample["samples"]:
+        call = {"lease": by_sample["lease"], "sample": sample(one["index"])}
+        assert client.post("/v1/samples", json=call).status_code == 200
+    trained(0)
+    assert stored() == {0, 1}
+    assert client.post("/v1/groups/own", json=own_of()).json()["group"] == 2
+    assert stored() == {0, 1, 2}, "round 0 is trained, but in no checkpoint"
+    [last] = lease(client, request="round 1")
+    assert client.post("/v1/groups", json=group_of(last)).json()["is_committed"]
+    trained(1)
+    run.port.call(RoundLedger.durable, 1)
+    stored()
+    [prompt] = lease(client, request="round 2")
+    client.post("/v1/samples", json={"lease": prompt["lease"], "sample": sample(prompt["samples"][0]["index"])})
+    assert stored() == {4}, "what is under way"
 
 
 def test_a_job_that_begins_anew_gives_back_what_its_dead_process_had(run):
