@@ -144,7 +144,7 @@ def cpu_of(process: psutil.Process) -> float:
 def serve(directory: Path, samples: int, largest: int) -> None:
     """The gateway's process: prints its address and a token, and forgets what it stored at each line of input."""
     parts, tokens = Parts(directory, samples), TokenFile(directory)
-    weights = Weights(WeightManifest(version=0, content_hash="h", location="", files=[]))
+    weights = Weights(directory, WeightManifest(version=0, content_hash="h", location="", files=[]))
     gateway = Gateway(
         ledger=parts.port, store=parts.store, writer=GroupWriter(parts.store, parts.port), prompts=parts,
         encode=parts.encode, weights=weights, lease_key=tokens.lease_key,

@@ -73,7 +73,9 @@ class GatewayRun:
         )
         self.writer = GroupWriter(self.store, self.port)
         self.tokens = TokenFile(directory)
-        self.weights = Weights(manifest or WeightManifest(version=0, content_hash=f"{HASH}0", location="weights/0"))
+        self.weights = Weights(
+            directory, manifest or WeightManifest(version=0, content_hash=f"{HASH}0", location="weights/0")
+        )
         usual = {
             "samples_per_prompt": 2, "max_staleness": 1, "lease_timeout_s": 30.0, "vocab_size": 64, "max_tokens": 64,
             "temperature": 1.0, "max_body_bytes": 1 << 16, "calls_per_s": 1000.0,

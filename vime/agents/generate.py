@@ -10,6 +10,7 @@ from functools import partial
 from vime.agents.environment import play
 from vime.agents.server import AgentServer, agent_server
 from vime.agents.task import AgentFailed, AgentTask, begin_function, run_command, run_function
+from vime.config.deadlines import rollout_deadline_s
 from vime.config.parse import Args
 from vime.protocols import SamplingParams
 from vime.rollout.plugins import plugin
@@ -43,7 +44,7 @@ async def generate(
         reward = None
         if args.agent_listen is None:
             reward = await _run(args, server, live, task, agent)
-        elif await server.offer(live, task, evaluation=evaluation, deadline_s=args.rollout_timeout_secs):
+        elif await server.offer(live, task, evaluation=evaluation, deadline_s=rollout_deadline_s(args.config)):
             await _end_elsewhere(args, server, live, agent)
         else:
             await server.give_up(live, "no agent has claimed it")

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 
 from vime.agents.task import AgentTask
@@ -34,6 +33,7 @@ from vime.sessions.splice import Message
 from vime.sessions.store import Budget, Call, Reply, SessionStore
 from vime.sessions.tokenizer import HfChatTokenizer
 from vime.types import ConfigError, Sample
+from vime.utils.http_server import HttpServer
 from vime.utils.network import LOOPBACK
 from vime.utils.waits import run_directory, waiting
 
@@ -74,8 +74,7 @@ class AgentServer:
         app = Starlette(routes=routes)
         app.state.sessions = self.sessions
         self._root = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
-        self._server = uvicorn.Server(config)
+        self._server = HttpServer(app, lifespan="off")
         # A context of its own: that of the group which happens to be the first would record every agent's requests as
         # its own, and end them when it ends.
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), context=contextvars.Context())

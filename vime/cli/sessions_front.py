@@ -39,9 +39,8 @@ def add_parsers(commands: Commands) -> None:
 
 def run_front(arguments: argparse.Namespace) -> None:
     """Serve until SIGINT or SIGTERM; then requests under way have a few seconds."""
-    import uvicorn  # not needed by --help
-
-    from vime.sessions.front import make_front
+    from vime.sessions.front import make_front  # not needed by --help
+    from vime.utils.http_server import HttpServer
 
     server: str = arguments.server.rstrip("/")
     patience_s, deadline_s = arguments.patience_secs, arguments.deadline_secs
@@ -59,9 +58,6 @@ def run_front(arguments: argparse.Namespace) -> None:
         ) from error
     logging.basicConfig(level=logging.WARNING)
     app = make_front(server, patience_s=patience_s, deadline_s=deadline_s)
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, ws="none", server_header=False, timeout_graceful_shutdown=STOP_S
-    )
     sys.stdout.write(f"http://{host}:{listening.getsockname()[1]}\n")
     sys.stdout.flush()
-    uvicorn.Server(config).run(sockets=[listening])
+    HttpServer(app, lifespan="on", stop_s=STOP_S).run(sockets=[listening])

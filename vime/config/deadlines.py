@@ -44,7 +44,7 @@ def generate_deadline_s(config: Config) -> float:
 def generate_function_deadline_s(config: Config) -> float:
     """Of a custom generate function: `generate_deadline_s`. With --agent-listen also the time in which its sample may
     wait for an agent, which depends on how many agents there are and not on the engines."""
-    claim_s = config.rollout.rollout_timeout_secs if config.agents.agent_listen else 0.0
+    claim_s = rollout_deadline_s(config) if config.agents.agent_listen else 0.0
     return claim_s + generate_deadline_s(config)
 
 

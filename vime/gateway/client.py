@@ -48,6 +48,10 @@ class RefusedError(VimeError):
         self.code = body.code
 
 
+class OtherBytesError(VimeError):
+    """A file that has arrived is not the one that its manifest names."""
+
+
 class GatewayClient:
     """Used on one event loop. `url`: http(s)://HOST:PORT; `token`: of this job."""
 
@@ -68,7 +72,9 @@ class GatewayClient:
         return await self._repeated("GET", path, None, _reader(path, kind))
 
     async def download(self, version: int, file: m.WeightFile, directory: Path) -> None:
-        """Write one file of a version, part by part. RefusedError when it is not the file of the manifest."""
+        """Write one file of a version, part by part. OtherBytesError when it is not the file of the manifest; then, and
+        when it is refused, another manifest may be there: the run was started again, and published other files under
+        the same number."""
         if Path(file.name).name != file.name:
             raise VimeError(f"{self.url}: version {version} has a file {file.name!r}; expected a name without a path.")
         path, digest = f"/v1/weights/{version}/files/{file.name}", hashlib.sha256()
@@ -81,8 +87,9 @@ class GatewayClient:
                 written.write(content)
         if digest.hexdigest() != file.sha256:
             draft.unlink()
-            raise VimeError(
-                f"{self.url}{path}: its SHA-256 is {digest.hexdigest()}, expected {file.sha256}. Try again."
+            raise OtherBytesError(
+                f"{self.url}{path}: its SHA-256 is {digest.hexdigest()}, expected {file.sha256}. Read the manifest "
+                "again."
             )
         os.replace(draft, directory / file.name)
 

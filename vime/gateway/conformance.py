@@ -212,6 +212,20 @@ def _hashes(gateway: Candidate) -> None:
     gateway.done("/v1/weights/loaded", call, m.Confirmed)
 
 
+def _every_engine(gateway: Candidate) -> None:
+    if gateway.manifest is None:
+        raise Broken("it has told of no weights")
+    version, alive = gateway.manifest.version, []
+    gateway.done("/v1/producers/register", {"model": "conformance", "engines": 2}, m.Registered)
+    for engine in ("a", "b"):
+        call = {"version": version, "engines": {engine: gateway.manifest.content_hash}}
+        gateway.done("/v1/weights/loaded", call, m.Confirmed)
+        alive.append(gateway.done("/v1/producers/heartbeat", {}, m.Alive))
+    _expect(bool(alive[0].lags), "one engine of two is taken for both")
+    is_newer = alive[1].serving != version  # it was released meanwhile
+    _expect(is_newer or not alive[1].lags, f"both engines have the weights, and it says: {alive[1].lags}")
+
+
 def _hostile(gateway: Candidate) -> None:
     for what, content in HOSTILE:
         for path in ("/v1/leases", "/v1/groups"):
@@ -400,6 +414,11 @@ CHECKS: tuple[tuple[str, Callable[[Candidate], None], str], ...] = (
     ("registers, also twice", _register, "Return the same facts again."),
     ("serves weights by version", _weights, "Serve what the manifest names, refuse the rest with 404."),
     ("confirms the right hash only", _hashes, "Compare the hash of every engine; one wrong one refuses all."),
+    (
+        "waits for every engine that was registered",
+        _every_engine,
+        "Count the engines by name; a job lags until as many as it registered have the weights.",
+    ),
     ("hostile bytes and unknown fields are refused", _hostile, "Answer 400 or 415; never a fault of your own."),
     ("refuses what is too large before it is sent", _oversize, "Look at content-length first: 413."),
     ("the same request returns the same leases", _leases, "Keep the leases of a request while they are held."),

@@ -56,16 +56,21 @@ def _well_formed(session: Session) -> str:
 
 
 def _loaded(session: Session) -> str:
+    registered = [record.said("engines") or 0 for record in session.of("/v1/producers/register")][-1:] or [0]
     for manifest in session.manifests:
-        hashes = [
-            set(engines.values())
+        reports = [
+            engines
             for record in session.of("/v1/weights/loaded")
             if record.said("version") == manifest.version and isinstance(engines := record.said("engines"), dict)
         ]
+        hashes = [set(engines.values()) for engines in reports]
         if not hashes:
             return f"version {manifest.version} was never reported"
         if wrong := [found for found in hashes if found != {manifest.content_hash}]:
             return f"version {manifest.version}: hashes {sorted(map(str, wrong[0]))}, not {manifest.content_hash}"
+        reported = len(set[object]().union(*reports))
+        if isinstance(registered[0], int) and reported < registered[0]:
+            return f"version {manifest.version}: {reported} engines were reported, {registered[0]} were registered"
     return ""
 
 
@@ -227,7 +232,7 @@ CHECKS: tuple[tuple[str, Callable[[Session], str], str], ...] = (
     ("every call has the token", _authorised, "Send Authorization: Bearer $VIME_TOKEN with every call."),
     ("every message is well formed", _well_formed, "Compare the call with GET /v1/openapi.json."),
     ("asks which weights are served", _downloaded, "GET /v1/weights/serving, then its files."),
-    ("reports the right hash of every version", _loaded, "Hash what the engine loaded, as the page says."),
+    ("reports the right hash of every version", _loaded, "Hash what each engine loaded, as the page says."),
     (
         "repeats a call whose response was lost, as it was",
         _repeated,

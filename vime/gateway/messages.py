@@ -30,7 +30,8 @@ class Message(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class Register(Message):
     """A job begins, and says about itself what GET /v1/producers shows. Leases of an earlier process with the same
-    token go to others at once, so a token belongs to one process at a time."""
+    token go to others at once, so a token belongs to one process at a time. `engines`: so many must report a version
+    before the job has confirmed it; 0: one report is enough."""
 
     model: Annotated[str, Meta(max_length=200)] = ""
     engines: Annotated[int, Meta(ge=0, le=100_000)] = 0
@@ -250,7 +251,7 @@ class WeightManifest(Message):
 
 
 class Loaded(Message):
-    """What each engine of the job has loaded: engine -> content hash."""
+    """What engines of the job have loaded: engine -> content hash. A job may report its engines in several calls."""
 
     version: VersionNumber
     engines: Annotated[dict[str, Name], Meta(min_length=1)]

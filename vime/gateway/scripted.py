@@ -111,7 +111,7 @@ class ScriptedGateway:
             writer=self,
             prompts=self,
             encode=_encoded,
-            weights=Weights(self.manifests[0]),
+            weights=Weights(directory, self.manifests[0]),
             limits=Limits(
                 samples_per_prompt=SAMPLES, max_staleness=1, lease_timeout_s=lease_timeout_s,
                 vocab_size=int(str(config.get("vocab_size", 2**31 - 1))), max_tokens=1 << 20,

@@ -6,10 +6,10 @@ import socket
 import threading
 from pathlib import Path
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from vime.types import ClusterError, ConfigError
+from vime.utils.http_server import HttpServer
 from vime.utils.waits import waiting
 
 START_S, STOP_S = 30.0, 10.0
@@ -35,18 +35,7 @@ class GatewayServer:
             ) from error
         scheme = "https" if certificate is not None else "http"
         self.url = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_graceful_shutdown=int(STOP_S / 2),
-            ssl_certfile=certificate,
-            ssl_keyfile=key,
-        )
-        self._server = uvicorn.Server(config)
+        self._server = HttpServer(app, lifespan="off", stop_s=int(STOP_S / 2), certificate=certificate, key=key)
         self._thread = threading.Thread(target=self._serve, name="vime-gateway", daemon=True)
 
     def start(self) -> None:

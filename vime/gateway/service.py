@@ -160,6 +160,7 @@ class Gateway:
         """What an earlier process of the same producer had leased goes to others: nobody works on it any more, and
         heartbeats of this one would renew it for ever."""
         limits, self.job(producer).said = self.limits, said
+        await asyncio.to_thread(self.weights.register, producer, said.engines)
         await self.leave(producer, m.Leave())
         return m.Registered(
             producer=producer,

@@ -6,23 +6,49 @@ import os
 import threading
 from pathlib import Path
 
+import msgspec
+
 from vime.gateway.messages import Loaded, WeightManifest
 from vime.gateway.refusal import Refusal
-from vime.types import Version
+from vime.types import ConfigError, Version
+from vime.utils.files import sync
+
+ENGINES_NAME = "gateway_engines.json"  # in a run directory: producer -> how many engines it registered
 
 
 class Weights:
-    """Manifests of the versions that were released, and the versions that each producer confirmed by hash.
+    """Manifests of the versions that were released, and which engines of each producer have loaded them.
 
-    Confirmations are kept in memory: after a restart of the gateway a job reports its hashes again, as the error of a
-    refused put tells it to. Callable from any thread.
+    What engines have loaded is kept in memory: after a restart of the gateway a job reports its hashes again, as the
+    error of a refused put tells it to. How many engines it has is kept in a file of the directory: a job says that
+    once, when it begins. Callable from any thread.
     """
 
-    def __init__(self, *manifests: WeightManifest) -> None:
+    def __init__(self, directory: Path, *manifests: WeightManifest) -> None:
         self._lock = threading.Lock()
+        self._registering = threading.Lock()  # of the file
+        self._path = directory / ENGINES_NAME
+        self._num_engines = _read_counts(self._path)
         self._manifests = {manifest.version: manifest for manifest in manifests}
         self._hashes = {manifest.version: manifest.content_hash for manifest in manifests}
-        self._confirmed: dict[str, set[Version]] = {}
+        self._reported: dict[str, dict[Version, set[str]]] = {}  # producer -> the names of engines that have it
+
+    def register(self, producer: str, num_engines: int) -> None:
+        """Note how many engines a process has that begins, and that none of them has loaded anything; 0: it does not
+        say, and what the process before it reported counts. It is on disk when this returns."""
+        with self._registering:
+            with self._lock:
+                counts = self._num_engines | {producer: num_engines}
+            if counts != self._num_engines:
+                draft = self._path.with_suffix(".tmp")
+                draft.write_bytes(msgspec.json.encode(counts))
+                sync(draft)
+                draft.replace(self._path)
+                sync(self._path.parent)
+            with self._lock:
+                self._num_engines = counts
+                if num_engines:
+                    self._reported.pop(producer, None)
 
     def release(self, manifest: WeightManifest) -> None:
         """Make a version the serving one. A hash never changes."""
@@ -85,7 +111,7 @@ class Weights:
         )
 
     def confirm(self, producer: str, loaded: Loaded) -> None:
-        """Note that every engine of a job has loaded a version. One wrong hash refuses all."""
+        """Note which engines of a job have loaded a version. One wrong hash refuses all."""
         with self._lock:
             right = self._hashes.get(loaded.version)
         if right is None:
@@ -102,17 +128,20 @@ class Weights:
                 next_action=f"Load version {loaded.version} again, then report the hashes of all engines.",
             )
         with self._lock:
-            self._confirmed.setdefault(producer, set()).add(loaded.version)
+            names = self._reported.setdefault(producer, {}).setdefault(loaded.version, set())
+            missing = max(1, self._num_engines.get(producer, 0)) - len(names)
+            names.update([name for name in loaded.engines if name not in names][:missing])
 
     def forget_confirmations(self) -> None:
         """As after a restart of the gateway."""
         with self._lock:
-            self._confirmed.clear()
+            self._reported.clear()
 
     def newest(self, producer: str) -> Version:
         """The newest version that a job confirmed; -1: none."""
         with self._lock:
-            return max(self._confirmed.get(producer, ()), default=-1)
+            versions = [*self._reported.get(producer, ())]
+        return max((version for version in versions if self.has_confirmed(producer, version)), default=-1)
 
     def behind(self, producer: str) -> int:
         """By how many versions a job is behind the serving one; -1: it has confirmed none."""
@@ -120,8 +149,14 @@ class Weights:
         return -1 if newest < 0 else max(0, serving - newest)
 
     def has_confirmed(self, producer: str, version: Version) -> bool:
+        """Whether as many engines of a job have loaded a version as it registered; one, if it registered none."""
+        num_reported, num_engines = self._engines(producer, version)
+        return num_reported >= max(1, num_engines)
+
+    def _engines(self, producer: str, version: Version) -> tuple[int, int]:
+        """Return how many engines of a job have loaded a version, and how many it has; 0: it did not say."""
         with self._lock:
-            return version in self._confirmed.get(producer, ())
+            return len(self._reported.get(producer, {}).get(version, ())), self._num_engines.get(producer, 0)
 
     def lag(self, producer: str) -> str:
         """Why a job gets no prompts; empty when it has the serving version."""
@@ -130,5 +165,21 @@ class Weights:
             return "the first weights: none are released yet"
         if newest >= serving:
             return ""
-        has = f"its newest confirmed version is {newest}" if newest >= 0 else "it has confirmed none"
+        num_reported, num_engines = self._engines(producer, serving)
+        if num_reported:
+            has = f"{num_reported} of its {num_engines} engines have"
+        else:
+            has = f"its newest confirmed version is {newest}" if newest >= 0 else "it has confirmed none"
         return f"{producer} to load version {serving} and report its hash; {has}"
+
+
+def _read_counts(path: Path) -> dict[str, int]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"{path}: the number of engines of each job cannot be read: {error}. Expected an object of numbers. "
+            "Restore the file, or remove it and start each job again, so that it registers."
+        ) from error

@@ -89,7 +89,7 @@ class GatewayActor(WorkerProcess):
         super().__init__(config, number, PROCESS, run_dir, queue_address)
         self._run_dir, self._mark = Path(run_dir), name.removeprefix(f"{PROCESS}.")
         self._args, self._config, self._ledger = config.flat, config, ledger
-        self._weights = Weights()
+        self._weights = Weights(self._run_dir)
         for version in whole_versions(self._run_dir):
             self._serve(version)
         tokens = TokenFile(self._run_dir)

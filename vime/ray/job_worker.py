@@ -28,7 +28,8 @@ from vime.utils.waits import waiting
 logger = logging.getLogger(__name__)
 PARTITION = "leased"  # of this job's own task names; the ledger's partition is in the lease
 LEASE_WAIT_S, LEAVE_S, HEARTBEAT_S = 20.0, 5.0, 5.0
-LOST = frozenset({"lease_lost", "unknown_lease"})
+LOST = frozenset({"lease_lost", "unknown_lease", "wrong_hash"})
+"""Work that is discarded: for a lease that the job has no more, or with weights that the run has no more."""
 
 
 class Loader(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -23,7 +24,7 @@ from vime.backends.vllm_utils.external import ADDRS_FLAG
 from vime.config.parse import Config, dump
 from vime.config.rollout import LEASED_PROMPTS
 from vime.gateway import messages as m
-from vime.gateway.client import GatewayAwayError, GatewayClient
+from vime.gateway.client import GatewayAwayError, GatewayClient, OtherBytesError, RefusedError
 from vime.observability.events import EventKind, open_events
 from vime.observability.logs import setup_logging
 from vime.observability.run_dir import RunDir
@@ -45,11 +46,16 @@ from vime.utils.waits import waiting
 if TYPE_CHECKING:
     from vime.ray.publisher import Publisher
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 TOKEN_VARIABLE = "VIME_TOKEN"
 OF_EVERY_JOB = ("--debug-rollout-only", "--data-source-path", LEASED_PROMPTS, "--num-rollout", "1")
 """What the flags of a run must say where nothing is trained and prompts come from elsewhere."""
 POLL_S, STOP_S, CONFIRM_S = 0.25, 20.0, 60.0
+TRIES = 3
+"""How often a version is fetched whose files are not those of its manifest, or whose hash is not the gateway's."""
+REPLACED = frozenset({"unknown_file", "no_such_range", "wrong_hash"})
+"""What the gateway says of a version that was published anew since its manifest was read."""
 INTERRUPTED = 130
 
 
@@ -70,14 +76,27 @@ class Weights:
     async def bring(self, version: Version) -> None:
         """Load a version, unless the engines hold it, and report what each of them holds. VimeError when an engine
         holds something else than the trainer sent. A run that went back to a checkpoint may serve an older version,
-        and another content under a number that was served before."""
+        and another content under a number that was served before, also while this one is fetched: then everything is
+        begun anew with the new manifest, TRIES times in all."""
         async with self._lock:
-            manifest = await self.client.get(f"/v1/weights/{version}", m.WeightManifest)
-            if (version, manifest.content_hash) != self.held:
-                directory = await self._files(manifest)
-                self.reports[version] = await asyncio.to_thread(self._load, directory, manifest)
-                self.held = (version, manifest.content_hash)
-            await self.report(version)
+            for tries_left in reversed(range(TRIES)):
+                try:
+                    await self._bring(version)
+                    return
+                except (OtherBytesError, RefusedError) as error:
+                    is_replaced = isinstance(error, OtherBytesError) or error.code in REPLACED
+                    if not is_replaced or not tries_left:
+                        raise
+                    logger.warning("version %d is fetched anew: %s", version, error)
+
+    async def _bring(self, version: Version) -> None:
+        manifest = await self.client.get(f"/v1/weights/{version}", m.WeightManifest)
+        if (version, manifest.content_hash) != self.held:
+            directory = await self._files(manifest)
+            self.reports[version] = await asyncio.to_thread(self._load, directory, manifest)
+            [loaded] = set(self.reports[version].values())
+            self.held = (version, loaded)
+        await self.report(version)
 
     async def report(self, version: Version) -> None:
         """Report a version that was loaded once: a gateway that was started again asks for it."""

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vime.sessions.bodies import BodyTooLarge, read_body
+from vime.sessions.bodies import BodyRefused, HeldBodies
 from vime.utils.http import HttpFailure, HttpSession, HttpUnreachable
 from vime.utils.waits import waiting
 
@@ -35,6 +35,7 @@ def make_front(server: str, *, patience_s: float, deadline_s: float) -> Starlett
     """Return the front of the server at this address. A request that has had no response for `patience_s` because the
     server is away gets 503, and one that has had none for `deadline_s` for whatever reason (a server that is there, and
     hangs) gets 504; SDKs repeat both."""
+    bodies = HeldBodies()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -43,15 +44,17 @@ def make_front(server: str, *, patience_s: float, deadline_s: float) -> Starlett
         await app.state.http.close()
 
     async def pass_on(request: Request) -> Response:
+        try:
+            async with bodies.read(request) as body:
+                return await answer(request, body)
+        except BodyRefused as error:
+            return _error(error.status, error.code, str(error))
+
+    async def answer(request: Request, body: bytes) -> Response:
         http: HttpSession = request.app.state.http
         url = f"{server}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
-        try:
-            headers, body = _headers(request), await read_body(request)
-        except BodyTooLarge as error:
-            return _error(413, "too_large", str(error))
-        asked = asyncio.create_task(
-            asyncio.wait_for(ask_until_answered(http, request.method, url, body, headers), deadline_s)
-        )
+        asking = ask_until_answered(http, request.method, url, body, _headers(request))
+        asked = asyncio.create_task(asyncio.wait_for(asking, deadline_s))
         gone = asyncio.create_task(_disconnected(request))
         try:
             await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)

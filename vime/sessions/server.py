@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from vime.sessions.bodies import BodyTooLarge, read_body
+from vime.sessions.bodies import BodyRefused, read_body
 from vime.sessions.dialects import DIALECTS, Dialect, Json, encode_events, read_ask
 from vime.sessions.offers import Offers
 from vime.sessions.service import Live, Refused, Sessions
@@ -248,8 +248,8 @@ def _error(status: int, code: str, message: str, details: Mapping[str, str] | No
 async def _body(request: Request) -> bytes:
     try:
         return await read_body(request)
-    except BodyTooLarge as error:
-        raise Refused(413, "too_large", str(error)) from error
+    except BodyRefused as error:
+        raise Refused(error.status, error.code, str(error)) from error
 
 
 def _json(content: bytes) -> Json:

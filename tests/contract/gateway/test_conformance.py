@@ -60,7 +60,7 @@ def test_the_gateway_passes_every_check_and_nothing_stays_leased(run, capsys, mo
     code = main(["conformance", run.server.url, "--other-token", second])
     out = capsys.readouterr().out
     assert (code, "FAIL" in out) == (0, False), out
-    assert "16 checks, 0 failed" in out
+    assert "17 checks, 0 failed" in out
     status = run.port.call(run.ledger.status.__func__)
     assert (status.ready, status.producers) == (3, {}), "three groups were put, everything else was given back"
 
@@ -132,6 +132,11 @@ class Faults:
     def takes_any_hash(run, monkeypatch):
         monkeypatch.setattr(run.weights, "confirm", lambda producer, loaded: None)
         return "confirms the right hash only"
+
+    @staticmethod
+    def takes_one_engine_for_all(run, monkeypatch):
+        monkeypatch.setattr(run.weights, "register", lambda producer, num_engines: None)
+        return "waits for every engine that was registered"
 
     @staticmethod
     def trusts_the_lease_as_written(run, monkeypatch):
@@ -332,7 +337,7 @@ def test_the_commands_of_the_page_of_the_protocol_as_a_reader_types_them(tmp_pat
 
     try:
         token = typed("vime token make RUN NAME").strip()
-        assert "16 checks, 0 failed" in typed("vime conformance ADDRESS", token)
+        assert "17 checks, 0 failed" in typed("vime conformance ADDRESS", token)
         eyes = run.tokens.make("eyes", (Scope.READ,), seconds=600)
         assert re.search(r"^ *NAME +yes +0 +0 +3 ", typed("vime producers RUN", eyes), re.MULTILINE)
         assert " 0 failed" in typed("vime conformance --producer CMD")

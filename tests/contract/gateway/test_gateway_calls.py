@@ -7,12 +7,13 @@ import socket
 import msgspec
 import pytest
 
-from tests.helpers.gateway_run import GatewayRun, confirm, group_of, job_client, lease, sample
+from tests.helpers.gateway_run import GatewayRun, confirm, group_of, job_client, lease, own_of, sample
 from vime.gateway.messages import ErrorBody, Prompts, WeightManifest
 from vime.gateway.tokens import Scope
 from vime.handoff.ledger import CALLS, Ledger
 from vime.handoff.ledger_types import Admission, Task
 from vime.handoff.prompt_ledger import PromptLedger
+from vime.handoff.round_ledger import RoundLedger
 from vime.types import HandoffError
 
 
@@ -137,6 +138,25 @@ def test_an_admin_sees_everything_and_ends_a_job_and_its_tokens_but_does_no_work
     assert admin.post("/v1/producers/end", json={"producer": "nobody", "revoke": True}).json() == nobody
 
 
+def report(client, *engines, version=0):
+    """Say that these engines have loaded a version."""
+    call = {"version": version, "engines": dict.fromkeys(engines, f"hash-of-version-{version}")}
+    assert client.post("/v1/weights/loaded", json=call).status_code == 200
+
+
+def test_a_process_that_registers_reports_its_own_engines_whatever_an_earlier_one_had(run):
+    """Engines of both together would be as many as were registered."""
+    client = run.client(confirms=False)
+    for engine in ("old", "new"):
+        client.post("/v1/producers/register", json={"engines": 2})
+        report(client, engine)
+        assert client.post("/v1/producers/heartbeat", json={}).json()["lags"].endswith("1 of its 2 engines have")
+    other = run.client("job-b", confirms=False)
+    other.post("/v1/producers/register", json={})
+    report(other, "any")  # who registers no number is confirmed by one report
+    assert other.post("/v1/producers/heartbeat", json={}).json()["lags"] == ""
+
+
 def test_a_job_gets_prompts_only_with_the_serving_weights_and_a_wrong_hash_is_refused(run):
     client = run.client(confirms=False)
     reader = run.client("eyes", scopes=(Scope.READ,), confirms=False)
@@ -147,7 +167,14 @@ def test_a_job_gets_prompts_only_with_the_serving_weights_and_a_wrong_hash_is_re
     )  # fmt: skip
     wrong = {"version": 0, "engines": {"left": "hash-of-version-0", "right": "other"}}
     assert "'right'" in refused(client.post("/v1/weights/loaded", json=wrong), 409, "wrong_hash")["got"]
-    confirm(client)
+    for _ in range(2):  # the same engine twice is one
+        report(client, "left")
+        half = client.post("/v1/leases", json={"request": "r"}).json()
+        assert (half["prompts"], half["lags"]) == (
+            [], "job-a to load version 0 and report its hash; 1 of its 2 engines have",
+        )  # fmt: skip
+        assert client.post("/v1/producers/heartbeat", json={}).json()["lags"] == half["lags"]
+    report(client, "right")
     [prompt] = lease(client)
     group = group_of(prompt, versions=[[0, 1, 0], [1, 3, 1]])
     assert refused(client.post("/v1/groups", json=group), 409, "unconfirmed_version")["may_repeat"]
@@ -160,7 +187,9 @@ def test_a_job_gets_prompts_only_with_the_serving_weights_and_a_wrong_hash_is_re
     assert job["lags"].startswith("job-a to load version 1")
     assert lease(client, request="later") == []
     assert client.get("/v1/weights/serving").json()["content_hash"] == "hash-of-version-1"
-    confirm(client, 1)
+    report(client, "left", version=1)
+    assert refused(client.post("/v1/groups", json=group), 409, "unconfirmed_version")["may_repeat"]
+    report(client, "left", "right", version=1)
     assert client.post("/v1/groups", json=group).json()["is_committed"]
     assert len(lease(client, request="later")) == 1
 
@@ -414,6 +443,39 @@ def test_samples_of_groups_that_are_not_whole_are_bounded_by_producer_also_after
         run.close()
 
 
+def test_groups_of_jobs_leave_the_spool_after_the_checkpoint_that_has_them_and_not_before(run):
+    """However they were put: whole, sample by sample (each is a record of its own too), or for a prompt of the job's
+    own. A segment of the spool is deleted when none of its records is needed and a newer one is there."""
+    client = run.client()
+
+    def stored():
+        run.store.compact(run.port.call(Ledger.needed_payloads))
+        return {task.group for task, *_ in run.spool.entries()}
+
+    def trained(round_id):
+        taken = run.port.call(RoundLedger.lease, round_id, version=round_id, holder="t", count=2).lease
+        run.port.call(RoundLedger.trained, round_id, taken.fence)
+        run.port.call(RoundLedger.release, round_id + 1)
+
+    whole, by_sample = lease(client, 2)
+    assert client.post("/v1/groups", json=group_of(whole)).json()["is_committed"]
+    for one in by_sample["samples"]:
+        call = {"lease": by_sample["lease"], "sample": sample(one["index"])}
+        assert client.post("/v1/samples", json=call).status_code == 200
+    trained(0)
+    assert stored() == {0, 1}
+    assert client.post("/v1/groups/own", json=own_of()).json()["group"] == 2
+    assert stored() == {0, 1, 2}, "round 0 is trained, but in no checkpoint"
+    [last] = lease(client, request="round 1")
+    assert client.post("/v1/groups", json=group_of(last)).json()["is_committed"]
+    trained(1)
+    run.port.call(RoundLedger.durable, 1)
+    stored()
+    [prompt] = lease(client, request="round 2")
+    client.post("/v1/samples", json={"lease": prompt["lease"], "sample": sample(prompt["samples"][0]["index"])})
+    assert stored() == {4}, "what is under way"
+
+
 def test_a_job_that_begins_anew_gives_back_what_its_dead_process_had(run):
     """Otherwise its heartbeats would renew leases that nobody works on, and a round would wait for ever."""
     client = run.client()
@@ -432,7 +494,7 @@ def test_leases_whose_response_was_lost_come_back_though_the_gateway_forgot_the_
     ask for weights first: the job would lease anew, and its heartbeats would renew leases that it does not know."""
     client = run.client()
     [lost] = lease(client, request="whose response was lost")
-    run.weights._confirmed.clear()
+    run.weights.forget_confirmations()
     [again] = lease(client, request="whose response was lost")
     assert again == lost
     refused(client.post("/v1/groups", json=group_of(again)), 409, "unconfirmed_version")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.helpers.gateway_run import GatewayRun, group_of, job_client, lease
+from tests.helpers.gateway_run import HASH, GatewayRun, group_of, job_client, lease
 from vime.cli.main import main
 from vime.gateway.messages import WeightManifest
 from vime.gateway.tokens import Scope
@@ -71,8 +71,10 @@ def test_wrong_words_are_refused_by_name(tmp_path, capsys):
 
 
 def test_producers_are_shown_with_versions_leases_groups_and_refusals(run, tmp_path, capsys, monkeypatch):
-    client, idle = run.client("job-a"), run.client("job-b", confirms=False)
+    client, idle = run.client("job-a", confirms=False), run.client("job-b", confirms=False)
     client.post("/v1/producers/register", json={"model": "tiny [bold]", "engines": 2})
+    loaded = {"version": 0, "engines": {"left": f"{HASH}0", "right": f"{HASH}0"}}
+    assert client.post("/v1/weights/loaded", json=loaded).status_code == 200
     idle.post("/v1/producers/register", json={})
     first, *_ = lease(client, 3)
     client.post("/v1/groups", json=group_of(first))

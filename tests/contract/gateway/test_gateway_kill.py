@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.helpers.gateway_run import GatewayProcess, confirm, group_of, job_client, lease, own_of, sample
+from tests.helpers.gateway_run import HASH, GatewayProcess, confirm, group_of, job_client, lease, own_of, sample
 from vime.gateway.tokens import Scope, TokenFile
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import LedgerRules, Task
@@ -114,3 +114,24 @@ def test_samples_of_a_group_that_is_not_whole_and_leases_outlive_a_kill(tmp_path
     finally:
         second.kill()
     assert left_behind(tmp_path)[0] == 1
+
+
+def test_a_gateway_that_was_killed_knows_how_many_engines_a_job_has(tmp_path: Path) -> None:
+    """A job registers once in its life; what it says after a kill is only which weights its engines have."""
+    first = GatewayProcess(tmp_path)
+    try:
+        token = token_of(tmp_path)
+        job_client(first.url, token).post("/v1/producers/register", json={"engines": 2})
+    finally:
+        first.kill()
+    second = GatewayProcess(tmp_path)
+    try:
+        client = job_client(second.url, token)
+        lags = []
+        for engine in ("engine-0", "engine-1"):
+            call = {"version": 0, "engines": {engine: f"{HASH}0"}}
+            assert client.post("/v1/weights/loaded", json=call).status_code == 200
+            lags.append(client.post("/v1/producers/heartbeat", json={}).json()["lags"])
+        assert (lags[0].endswith("1 of its 2 engines have"), lags[1]) == (True, "")
+    finally:
+        second.kill()

@@ -112,8 +112,8 @@ def test_a_version_whose_files_are_deleted_is_unknown_by_name_but_its_hash_still
         run.weights.confirm("job-a", Loaded(version=0, engines={"e": newer.content_hash}))
 
 
-def test_a_job_confirms_a_forgotten_version_again_and_a_hash_never_changes():
-    weights = Weights(*(WeightManifest(version=v, content_hash=f"h{v}", location="") for v in (0, 1)))
+def test_a_job_confirms_a_forgotten_version_again_and_a_hash_never_changes(tmp_path):
+    weights = Weights(tmp_path, *(WeightManifest(version=v, content_hash=f"h{v}", location="") for v in (0, 1)))
     weights.forget(0)
     weights.confirm("job", Loaded(version=0, engines={"e": "h0"}))
     assert weights.has_confirmed("job", 0)

@@ -5,11 +5,13 @@ The front is a process: `vime sessions-front SERVER`.
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,9 +30,14 @@ ASKED = [{"role": "user", "content": "q"}]
 class Front:
     """A front, which is started at the first use; `client` is an SDK before it."""
 
-    def __init__(self, server_port: int, *flags: str) -> None:
-        server = f"http://127.0.0.1:{server_port}"
-        self._command = [sys.executable, "-m", "vime", "sessions-front", server, *flags]
+    def __init__(self, server_port: int, *flags: str, **limits: float) -> None:
+        """`limits`: of vime/sessions/bodies.py and vime/utils/http_server.py, smaller than they are."""
+        words = ["sessions-front", f"http://127.0.0.1:{server_port}", *flags]
+        lines = ["import vime.cli.main, vime.sessions.bodies as bodies, vime.utils.http_server as server"]
+        lines += [f"{'server' if name == 'SILENT_S' else 'bodies'}.{name} = {value}" for name, value in limits.items()]
+        self._command = [sys.executable, "-c", "; ".join([*lines, f"vime.cli.main.main({words})"])]
+        if not limits:
+            self._command = [sys.executable, "-m", "vime", *words]
 
     def __enter__(self) -> Front:
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
@@ -160,3 +167,48 @@ def test_a_body_that_the_server_would_refuse_is_refused_before_it_is_kept(header
     with Front(1) as front, socket.create_connection(("127.0.0.1", front.port), timeout=20) as client:
         client.sendall(f"POST /v1/messages HTTP/1.1\r\nHost: m\r\n{header}\r\n\r\n".encode() + sent)
         assert client.recv(1000).startswith(b"HTTP/1.1 413 ")  # though its end was never sent
+
+
+def begun(front: Front, head: str) -> socket.socket:
+    """A request whose body has not come."""
+    client = socket.create_connection(("127.0.0.1", front.port), timeout=20)
+    client.sendall(f"POST /v1/messages HTTP/1.1\r\nHost: m\r\n{head}\r\n\r\n".encode())
+    return client
+
+
+def answered(client: socket.socket) -> tuple[int, str]:
+    """Return the status of an error, and its code."""
+    received = b""
+    while not received.endswith(b"}}"):
+        part = client.recv(4096)
+        assert part, received
+        received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+def test_bodies_that_are_held_at_a_time_have_a_bound_and_a_client_that_leaves_frees_its_part() -> None:
+    """100 bytes fit. The server is away: what is let in gets another 503."""
+    with Front(1, "--patience-secs", "0.2", MOST_HELD_BYTES=100) as front:
+        with begun(front, "Content-Length: 80"):
+            with begun(front, "Content-Length: 21") as client:
+                assert answered(client) == (503, "too_many_bodies")
+            with begun(front, "Content-Length: 20") as client:
+                client.sendall(b"x" * 20)
+                assert answered(client) == (503, "server_away")
+            with begun(front, "Transfer-Encoding: chunked") as client:  # it may be as long as any body
+                assert answered(client) == (503, "too_many_bodies")
+        code, ends = "", time.monotonic() + 20
+        while code != "server_away":  # the front hears of the client that left
+            assert time.monotonic() < ends, code
+            with begun(front, "Content-Length: 100") as client:
+                client.sendall(b"x" * 100)
+                _, code = answered(client)
+
+
+def test_a_body_that_does_not_come_is_a_408_and_a_client_that_says_nothing_is_left() -> None:
+    with Front(1, BODY_S=0.3, SILENT_S=0.5) as front:
+        with begun(front, "Content-Length: 80") as client:
+            assert answered(client) == (408, "body_missing")
+        with socket.create_connection(("127.0.0.1", front.port), timeout=20) as client:
+            assert client.recv(1) == b""

@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.rollout_setup import make_args, write_model_directory
 from vime.gateway import messages as m
+from vime.gateway.client import RefusedError
 from vime.ray.job_worker import JobWorker
 from vime.types import RewardError, Sample, SampleStatus, VersionSpan
 
@@ -46,17 +47,20 @@ class Loader:
     async def report(self, version): ...
 
 
+def sample_of(**changes):
+    """One token of version 0."""
+    return Sample(
+        index=3, tokens=[1, 2], response_length=1, loss_mask=[1], rollout_log_probs=[-1.0],
+        token_policy_versions=[VersionSpan(version=0, start=0, end=1)], status=SampleStatus.COMPLETED, **changes,
+    )  # fmt: skip
+
+
 def given_by(tmp_path, registered, *flags, **changes):
     """What a job with these flags sends of a sample."""
     write_model_directory(tmp_path / "model")
     args = make_args("--hf-checkpoint", tmp_path / "model", "--rm-type", "exact_match", *flags)
     worker = JobWorker(args, Gateway(m.Alive(leases=[], serving=0)), registered, Loader(), num_prompts=2)
-    spans = [VersionSpan(version=0, start=0, end=1)]
-    sample = Sample(
-        index=3, tokens=[1, 2], response_length=1, loss_mask=[1], rollout_log_probs=[-1.0], token_policy_versions=spans,
-        status=SampleStatus.COMPLETED, **changes,
-    )  # fmt: skip
-    given = worker._given(sample, registered.extra_fields)
+    given = worker._given(sample_of(**changes), registered.extra_fields)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(given), type=m.GivenSample)
 
 
@@ -86,12 +90,12 @@ def test_a_job_packs_its_columns(tmp_path):
     )  # fmt: skip
 
 
-def run_with(gateway, tmp_path, kind=JobWorker) -> JobWorker:
+def run_with(gateway, tmp_path, kind=JobWorker, loader=None) -> JobWorker:
     write_model_directory(tmp_path / "model")
     args = make_args("--hf-checkpoint", tmp_path / "model", "--rm-type", "exact_match")
 
     async def run():
-        worker = kind(args, gateway, REGISTERED, Loader(), num_prompts=2)
+        worker = kind(args, gateway, REGISTERED, loader or Loader(), num_prompts=2)
         async with asyncio.timeout(20):
             await worker.run()
         await worker.leave()
@@ -215,3 +219,49 @@ def test_a_lease_that_the_job_does_not_know_is_given_back_once_no_response_can_b
     [(lease, beats)] = gateway.given_back
     assert lease == "stray"
     assert beats in (3, 4), "while a call for leases is under way, its response may bring the lease"
+
+
+def refused(path, code):
+    body = m.ErrorBody(code=code, what="", got="", expected="", next="", may_repeat=False)
+    return RefusedError(path, body)
+
+
+class ResumedGateway:
+    """Gives one prompt. It asks for the weights of the put, and then refuses their hash: the run was started again, and
+    the version has other bits now."""
+
+    def __init__(self) -> None:
+        self.num_leases, self.is_put = 0, asyncio.Event()
+
+    async def call(self, path, message, kind, **waits):
+        if kind is m.Alive:
+            return m.Alive(leases=["L"], serving=-1)
+        if path == "/v1/groups":
+            self.is_put.set()
+            raise refused(path, "unconfirmed_version")
+        self.num_leases += 1
+        if self.num_leases > 1:
+            await self.is_put.wait()
+            return m.Prompts(prompts=[], serving=-1, is_exhausted=True)
+        prompt = m.Prompt(lease="L", group=5, attempt=0, prompt="", tokens=[1], label=None, samples=[])
+        return m.Prompts(prompts=[prompt], serving=-1)
+
+    async def report(self, version):
+        raise refused("/v1/weights/loaded", "wrong_hash")
+
+
+class Generated(JobWorker):
+    """Puts each group as one sample."""
+
+    async def generate(self, assignment):
+        return [sample_of(reward=1.0)]
+
+    async def finish(self, assignment, samples):
+        await self.keep(assignment, samples)
+
+
+@pytest.mark.timeout(60)
+def test_a_group_of_weights_that_the_run_has_no_more_is_discarded_and_the_job_goes_on(tmp_path):
+    gateway = ResumedGateway()
+    stats = run_with(gateway, tmp_path, Generated, loader=gateway).stats
+    assert (stats.late_groups, stats.committed_groups) == (1, 0)

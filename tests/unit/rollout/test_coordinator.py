@@ -87,10 +87,13 @@ class Scene:
         self.spool = Spool(directory / "spool")
         self.store = GroupStore(self.queue, self.spool, partition="train")
 
-    def finish(self, count: int, *, producer: str = "ours", length: int = 3, version: int = 0) -> list[Task]:
+    def finish(
+        self, count: int, *, producer: str = "ours", length: int = 3, version: int = 0, oldest: int | None = None
+    ) -> list[Task]:
+        """`oldest`: the version of the first token of each answer, if it is another one."""
         tasks = issue(self.ledger, count)
         for task in tasks:
-            samples = [_sample(2 * task.group + at, task, length, version) for at in range(2)]
+            samples = [_sample(2 * task.group + at, task, length, version, oldest) for at in range(2)]
             group = encoded_group(ARGS, samples, producer_id=producer, with_samples=True)
             [checksum] = self.store.put([(task, group)])
             payload = payload_of(group, samples)
@@ -117,9 +120,12 @@ class Scene:
         self.ledger.close()
 
 
-def _sample(index: int, task: Task, length: int, version: int) -> Sample:
+def _sample(index: int, task: Task, length: int, version: int, oldest: int | None = None) -> Sample:
     sample = Sample(group_index=task.group, index=index, prompt="p", tokens=[1], reward=float(index % 2))
-    sample.append_response_tokens([7] * length, [-0.5] * length, versions=[VersionSpan(version, 0, length)])
+    spans = [VersionSpan(version, 0, length)]
+    if oldest is not None:
+        spans = [VersionSpan(oldest, 0, 1), VersionSpan(version, 1, length)]
+    sample.append_response_tokens([7] * length, [-0.5] * length, versions=spans)
     sample.status = SampleStatus.COMPLETED
     return sample
 
@@ -144,6 +150,27 @@ def test_a_round_is_taken_and_told_without_asking_for_an_answer(scene: Scene) ->
     assert metrics["rollout/reward_mean"] == 0.5
     assert metrics["rollout/response_len_mean"] == 3.0
     assert metrics["transferqueue/spool_bytes"] == 7.0
+
+
+def test_each_job_outside_has_its_groups_and_the_mean_by_which_their_newest_weights_were_behind(tmp_path: Path) -> None:
+    """Round 3 is trained on version 3. Two gateways, one after the other, put the groups of job-a: the name of each
+    stands behind the job's, after a dot."""
+    scene = Scene(tmp_path, staleness=3)
+    scene.finish(1, producer="external/job-a.first", version=3)
+    scene.finish(1, producer="external/job-a.second", version=2, oldest=0)
+    scene.finish(1, producer="external/job-b.first", version=1, oldest=0)
+    scene.finish(1, version=0)
+    args = make_args("--transferqueue-mode", "streaming", "--max-staleness", 3)
+    coordinator = scene.coordinator(FakeWorkers(), args)
+    coordinator.begin(3)
+    metrics = coordinator.metrics(coordinator.take(4))
+    assert {name: value for name, value in metrics.items() if name.startswith("producers/")} == {
+        "producers/job-a/groups": 2.0,
+        "producers/job-a/lag": 0.5,  # ((3 - 3) + (3 - 2)) / 2
+        "producers/job-b/groups": 1.0,
+        "producers/job-b/lag": 2.0,  # 3 - 1
+    }
+    scene.close()
 
 
 def test_what_the_coordinator_holds_does_not_grow_with_the_answers(tmp_path: Path) -> None:
