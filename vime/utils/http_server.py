@@ -6,6 +6,7 @@ head of more than 64 KiB, where uvicorn's faster one has no bound.
 
 from __future__ import annotations
 
+import resource
 import weakref
 from pathlib import Path
 from typing import Literal, TypeGuard
@@ -16,8 +17,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SILENT_S = 60.0
 """A connection without a call under way is closed after so long, or twice as long, with whatever it has sent."""
-MOST_IDLE = 512
-"""When more connections have no call under way all of these are closed at once: their clients may come again."""
+MOST_IDLE = 4096
+"""When more connections (or half of the files that this process may open) have no call under way, all of these are
+closed at once: their clients may come again."""
 MOST_CONNECTIONS = 8192
 """A call over more connections than this gets 503."""
 TICK_S = 0.1  # of uvicorn
@@ -56,11 +58,12 @@ class HttpServer(uvicorn.Server):
         """Called by uvicorn every TICK_S. Close idle connections: all when they are too many, else each on which
         nothing has moved since the last look. A call that begins counts, bytes of a head or of a body that nobody reads
         do not."""
+        most_idle = min(MOST_IDLE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         is_look_due = counter % max(1, round(SILENT_S / TICK_S)) == 0
-        if is_look_due or len(self.server_state.connections) > MOST_IDLE:
+        if is_look_due or len(self.server_state.connections) > most_idle:
             idle = {one: _state(one) for one in self.server_state.connections if _is_idle(one)}
             for one, state in idle.items():
-                if len(idle) > MOST_IDLE or (is_look_due and self._seen.get(one) == state):
+                if len(idle) > most_idle or (is_look_due and self._seen.get(one) == state):
                     one.transport.abort()
             if is_look_due:
                 self._seen = idle
