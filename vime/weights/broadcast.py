@@ -120,7 +120,7 @@ class BroadcastSender(BucketSender):
                 raise WaitTimeoutError("the engines to join the broadcast group", self._timeout_s, "weights", advice)
             return joining.result()
         except BaseException:
-            making.add_done_callback(partial(_give_up_made, self._backend, joining))
+            making.add_done_callback(partial(_give_up_made, self._backend))
             raise
 
     def _say_given_up(self) -> None:
@@ -359,11 +359,11 @@ def _give_up(group: BroadcastGroup, backend: str, under_way: Sequence[Future[obj
     in_background("weight-group-end", delete)
 
 
-def _give_up_made(backend: str, joining: Future[Any], making: Future[BroadcastGroup]) -> None:
-    """Give up the group that `making` has made, if it has: the connect failed, maybe before that. `joining` may wait in
-    its first broadcast, which an abort ends."""
+def _give_up_made(backend: str, making: Future[BroadcastGroup]) -> None:
+    """Give up the group that `making` has made, if it has: the connect failed, maybe before that. A thread may wait in
+    its first broadcast: an abort ends that of NCCL, and gloo's group is deleted behind it, when that thread ends."""
     if making.exception() is None:
-        _give_up(making.result(), backend, [joining])
+        _give_up(making.result(), backend, [])
 
 
 def _completion(work: dist.Work, device: torch.device) -> Callable[[], object]:
