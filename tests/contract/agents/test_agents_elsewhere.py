@@ -243,6 +243,17 @@ def test_the_time_of_an_agent_begins_with_its_claim(listening: Listening) -> Non
     assert [row.reward for row in future.result(60)] == [0.5]
 
 
+def test_a_sample_waits_for_its_agent_for_longer_than_the_engines_have_for_a_request(listening: Listening) -> None:
+    """Else a run with few agents would end while all of them play."""
+    args = listening.args("--generate-timeout-secs", "2", "--agent-timeout-secs", "1.5")
+    group = generate_and_rm_group(args, [sample()], train_sampling_params(args))
+    future = listening.begin(args, group)
+    began = time.monotonic()
+    until(lambda: time.monotonic() > began + 2.5)
+    play(listening.claim().json(), {"reward": 0.5})
+    assert [row.reward for row in future.result(60)] == [0.5]
+
+
 @pytest.mark.parametrize(("how", "reason"), [("failed", "the container died"), ("deleted", "it was deleted")])
 def test_an_agent_that_gives_up_lets_its_sample_fail_at_once(listening: Listening, how: str, reason: str) -> None:
     future = listening.offer(listening.args(), sample())
