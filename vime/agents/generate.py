@@ -118,6 +118,8 @@ async def _end_elsewhere(args: Args, server: AgentServer, live: Live, wait: str)
             async with asyncio.timeout(timeout_s):
                 await live.ended.wait()
     except TimeoutError:
+        if live.ended.is_set():  # at the last moment: its agent was told that it counts
+            return
         session, idle_s = live.session, server.sessions.idle_for(live)
         reason = (
             f"its agent did not end it within {timeout_s:g} s (--agent-timeout-secs), and asked nothing for the last "

@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import openai
@@ -21,7 +22,7 @@ import pytest
 from tests.helpers.agent_world import TOKENIZER, AgentWorld, agent_world
 from tests.helpers.scripted_engine import Reply, Request
 from vime.agents import server
-from vime.agents.generate import generate
+from vime.agents.generate import _end_elsewhere, generate
 from vime.rollout.generation import train_sampling_params
 from vime.rollout.group_worker import generate_and_rm_group
 from vime.rollout.loops import rollout_loop
@@ -237,6 +238,30 @@ def test_the_time_of_an_agent_begins_with_its_claim(listening: Listening) -> Non
     """The session is older than --agent-timeout-secs when it is claimed."""
     args = listening.args("--agent-timeout-secs", "2")
     future = listening.offer(args, sample())
+    began = time.monotonic()
+    until(lambda: time.monotonic() > began + 2.5)
+    play(listening.claim().json(), {"reward": 0.5})
+    assert [row.reward for row in future.result(60)] == [0.5]
+
+
+def test_a_session_that_ends_in_the_moment_of_its_deadline_has_ended() -> None:
+    """Its agent was told that the reward counts. The loop is busy until both times are over, and sees the end first."""
+
+    async def work() -> None:
+        live: Any = SimpleNamespace(ended=asyncio.Event())
+        asyncio.get_running_loop().call_later(0.01, live.ended.set)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.2)
+        args: Any = SimpleNamespace(agent_timeout_secs=0.1)
+        await _end_elsewhere(args, cast("Any", None), live, "an agent to end")
+
+    asyncio.run(work())
+
+
+def test_a_sample_waits_for_its_agent_for_longer_than_the_engines_have_for_a_request(listening: Listening) -> None:
+    """Else a run with few agents would end while all of them play."""
+    args = listening.args("--generate-timeout-secs", "2", "--agent-timeout-secs", "1.5")
+    group = generate_and_rm_group(args, [sample()], train_sampling_params(args))
+    future = listening.begin(args, group)
     began = time.monotonic()
     until(lambda: time.monotonic() > began + 2.5)
     play(listening.claim().json(), {"reward": 0.5})

@@ -364,6 +364,7 @@ READ = {
     "buffer_filter_path": (["a.b"], ["--over-sampling-batch-size", "8"]),
     "mask_offpolicy_in_partial_rollout": ([], ["--partial-rollout", "--over-sampling-batch-size", "8"]),
     "mixed_version_policy": (["mask"], [*STREAMING, "--max-staleness", "1"]),
+    "agent_key_file": (["key"], ["--agent-listen", "127.0.0.1:8660"]),
     "agent_timeout_secs": (["60"], AGENT),
     "agent_max_turns": (["3"], AGENT),
     "agent_max_tokens": (["99"], AGENT),
