@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from vime.agents.task import AgentFailed, AgentTask, agent_threads
 from vime.utils.http import HttpSession
-from vime.utils.waits import waiting
+from vime.utils.waits import AGENT, waiting
 
 Message = Mapping[str, object]
 """As in OpenAI's chat completions: role, content, and tool_calls or tool_call_id."""
@@ -91,6 +91,6 @@ async def _call(method: Callable[..., object], *arguments: object) -> object:
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        with waiting("an environment that is late to return", "agent", deadline_s=None):
+        with waiting("an environment that is late to return", AGENT, deadline_s=None):
             await asyncio.wait([work])
         raise

@@ -20,7 +20,7 @@ from vime.sessions.recording import parents
 from vime.sessions.service import Live, Refused, member_samples, message_of
 from vime.sessions.store import Budget, Entry, State
 from vime.types import PendingText, Sample, SampleStatus
-from vime.utils.waits import waiting
+from vime.utils.waits import AGENT, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _turns(args: Args, entries: Sequence[Entry]) -> list[dict[str, object]]:
 async def _run(args: Args, server: AgentServer, live: Live, task: AgentTask, wait: str) -> float | None:
     timeout_s = args.agent_timeout_secs
     if args.agent_command:
-        with waiting(wait, "agent", deadline_s=timeout_s):
+        with waiting(wait, AGENT, deadline_s=timeout_s):
             await run_command(args.agent_command, task, timeout_s=timeout_s)
             return None
     function, environment = plugin(args, "agent_function"), plugin(args, "environment")
@@ -106,7 +106,7 @@ async def _run(args: Args, server: AgentServer, live: Live, task: AgentTask, wai
     assert function is not None, "check_agents wants one of the four"
     call = await begin_function(function, task)
     server.sessions.begin_again(live)
-    with waiting(wait, "agent", deadline_s=timeout_s):
+    with waiting(wait, AGENT, deadline_s=timeout_s):
         return await run_function(call, timeout_s=timeout_s)
 
 
@@ -114,7 +114,7 @@ async def _end_elsewhere(args: Args, server: AgentServer, live: Live, wait: str)
     """Wait until the agent that claimed the session ends it; AgentFailed after --agent-timeout-secs."""
     timeout_s = args.agent_timeout_secs
     try:
-        with waiting(wait, "agent", deadline_s=timeout_s):
+        with waiting(wait, AGENT, deadline_s=timeout_s):
             async with asyncio.timeout(timeout_s):
                 await live.ended.wait()
     except TimeoutError:

@@ -21,7 +21,7 @@ from typing import cast
 from vime.rollout.loops import LoopThread
 from vime.types import LARGEST_REWARD, VimeError
 from vime.utils import die_with_parent
-from vime.utils.waits import waiting
+from vime.utils.waits import AGENT, waiting
 
 SHOWN_BYTES = 400
 """How much of a program's last output its reason for failing holds."""
@@ -105,7 +105,7 @@ async def begin_function(function: Callable[..., object], task: AgentTask) -> as
 
     work = loop.run_in_executor(agent_threads(), call)
     try:
-        with waiting("a thread for an agent", "agent", deadline_s=None):
+        with waiting("a thread for an agent", AGENT, deadline_s=None):
             await has_begun.wait()
     except asyncio.CancelledError:
         work.cancel()  # if no thread has begun it, none does

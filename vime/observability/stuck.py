@@ -17,7 +17,7 @@ from pathlib import Path
 from vime.observability.events import outcome, read_events
 from vime.observability.waits import RunProcess, SeenWait, State, read_run
 from vime.types import DataError
-from vime.utils.waits import JOB, NO_NODE, STARTS_AGAIN
+from vime.utils.waits import AGENT, CLIENT, JOB, NO_NODE, STARTS_AGAIN
 
 SAMPLE_S = 0.5
 PATIENCE_S = 30.0
@@ -183,7 +183,8 @@ def _chains(by_name: dict[str, RunProcess], start: RunProcess, *, is_over: bool 
         for wait, owner in steps:
             further = (*links, (process, wait))
             if not names.is_other(owner, than=process):
-                yield Chain(links=further, end=owner, kind=Kind.OUTSIDE if "://" in owner else Kind.ABSENT)
+                is_outside = "://" in owner or owner in (AGENT, CLIENT)
+                yield Chain(links=further, end=owner, kind=Kind.OUTSIDE if is_outside else Kind.ABSENT)
             elif owner not in whole:
                 parties = names.owned_by(owner, but=process)
                 todo.extend((further, party) for party in parties if party.name not in queued)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from starlette.requests import ClientDisconnect, Request
 
-from vime.utils.waits import waiting
+from vime.utils.waits import CLIENT, waiting
 
 MOST_BYTES = 1 << 26
 MOST_HELD_BYTES = 1 << 30
@@ -53,7 +53,7 @@ async def read_body(request: Request) -> bytes:
     _said(request)
     body = bytearray()
     try:
-        with waiting("the body of a request", "client", deadline_s=BODY_S):
+        with waiting("the body of a request", CLIENT, deadline_s=BODY_S):
             async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
                     body += part

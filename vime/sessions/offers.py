@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from vime.sessions.service import Live
-from vime.utils.waits import waiting
+from vime.utils.waits import AGENT, waiting
 
 CLAIM_S = 30.0
 """How long one request for a sample is held when there is none; then its agent is told so, and asks again."""
@@ -40,7 +40,7 @@ class Offers:
         self._open.append(offer)
         await self.look_again()
         try:
-            with waiting("a sample to be claimed by an agent outside", "agent", deadline_s=deadline_s):
+            with waiting("a sample to be claimed by an agent outside", AGENT, deadline_s=deadline_s):
                 async with asyncio.timeout(deadline_s):
                     await offer.claimed.wait()
         except TimeoutError:

@@ -34,6 +34,8 @@ SHOWN_AFTER_S = 1.0
 JOB = "job://"
 """Begins the name of an owner that is a rollout job outside of the run: it has no file, so what it owes has its
 deadline when its leases end."""
+AGENT, CLIENT = "agent", "client"
+"""Owners that are programs of others: an agent, or who sends a request. They have no file either."""
 STARTS_AGAIN = "starting again: "
 """Begins the name of the driver's work while a process of this name, which was lost, is started again."""
 NO_NODE = "no node has room for "

@@ -154,6 +154,15 @@ def test_something_outside_the_run_is_waited_for_until_its_deadline() -> None:
     assert found.line.endswith("http://judge/score is outside the run")
 
 
+def test_an_agent_that_works_is_outside_of_the_run_and_not_stuck_until_its_deadline() -> None:
+    manager = process("rollout-manager", wait("the agent of sample 5 to end", "agent", age_s=50, deadline_s=60))
+    found = verdict(GENERATION, manager)
+    assert not found.is_stuck
+    assert "'the agent of sample 5 to end' from agent; agent is outside the run" in found.line
+    late = process("rollout-manager", wait("the agent of sample 5 to end", "agent", age_s=70, deadline_s=60))
+    assert verdict(GENERATION, late).is_stuck
+
+
 def test_an_owner_that_never_showed_itself_is_named() -> None:
     driver = process("driver", wait("engines to start", "engine-0", "engine-1"))
     found = verdict(driver, process("engine-0", wait("the server to be ready")))
