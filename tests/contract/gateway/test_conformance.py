@@ -104,9 +104,9 @@ def test_a_gateway_whose_evaluation_is_broken_on_purpose_fails(run, evaluating, 
     def always_new(producer, task, call):
         return m.Evaluated(repeated=False)
 
-    monkeypatch.setattr(run.gateway.evaluations, "put", always_new)
-    assert EVALUATED in failed(check_gateway(run.server.url, token))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(run.gateway.evaluations, "put", always_new)
+        assert EVALUATED in failed(check_gateway(run.server.url, token))
     monkeypatch.setattr(
         run.gateway.evaluations, "lease", lambda *_: m.EvalPrompts(prompts=[], serving=0, waits_for="", is_over=False)
     )
