@@ -21,6 +21,7 @@ OWNERS = {  # what the command line or title has in it -> the row of docs/securi
     "ray::TransferQueueController": "TransferQueue controller", "ray::SimpleStorageUnit": "TransferQueue storage unit",
     "ray::LedgerActor": "ledger", "ray::RolloutManager": "RolloutManager", "ray::EngineActor": "engine actor",
     "ray::RouterActor": "router actor", "ray::TrainerActor": "trainer rank", "train.py": "driver",
+    "ray::RolloutWorkerActor": "rollout worker", "ray::GatewayActor": "gateway", "vime produce": "job",
     "VLLM::EngineCore": "vLLM's model", "cpu_server": "vLLM server", "scripted_server": "vLLM server",
     "vllm::router": "router",
 }  # fmt: skip
@@ -49,6 +50,14 @@ class Port:
 def listening_ports(training: Training) -> list[Port]:
     """Every listening TCP port of every process of a run."""
     return sorted(_ports(training), key=lambda port: (port.owner, port.number))
+
+
+def ports_on_loopback(training: Training) -> list[Port]:
+    """Return the same; the test fails when one is not on loopback, or has an owner that docs/security.md does not
+    know."""
+    ports = listening_ports(training)
+    assert "\n".join(str(port) for port in ports if port.host not in LOOPBACK or not port.owner) == ""
+    return ports
 
 
 def _ports(training: Training) -> Iterator[Port]:

@@ -42,7 +42,9 @@ class Front:
     def __enter__(self) -> Front:
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline().rpartition(":")[2])
+        host, _, port = self._process.stdout.readline().rpartition(":")
+        assert host == "http://127.0.0.1"  # without --listen
+        self.port = int(port)
         return self
 
     def __exit__(self, *_: object) -> None:

