@@ -52,6 +52,7 @@ async function call(method, path, body, { sha256 = "", awayMs = AWAY_MS } = {}) 
       if (message === null || typeof message !== "object" || Array.isArray(message)) throw new Error("no message");
       if (response.status === 200) return message;
       const error = message;
+      if (typeof error.code !== "string" || typeof error.may_repeat !== "boolean") throw new Error("not of the gateway");
       responded = Date.now();
       waitS = Number(response.headers.get("retry-after") ?? 1);
       if (GONE.includes(error.code)) throw new Gone(error.code);

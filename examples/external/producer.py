@@ -44,14 +44,14 @@ class Gateway(httpx.Client):
                     if sha256 and hashlib.sha256(response.content).hexdigest() != sha256:
                         raise self.GoneError("other bytes than the manifest says")
                     return response.content if sha256 else response.json() | {}
-                error, responded = response.json(), time.monotonic()
+                error = response.json()
                 if error["code"] in ("lease_lost", "unknown_lease", "unknown_version", "unknown_file"):
                     raise self.GoneError(error["code"])
                 if error["code"] == "unconfirmed_version":
                     self.call("POST", "/v1/weights/loaded", self.loaded)
                 elif not error["may_repeat"]:
                     raise SystemExit(response.text)
-                wait_s = float(response.headers.get("retry-after", 1))
+                wait_s, responded = float(response.headers.get("retry-after", 1)), time.monotonic()
             except (httpx.TransportError, ValueError, TypeError, KeyError, RecursionError) as failure:  # or no message
                 if time.monotonic() - responded > away_s:
                     raise SystemExit(f"{method} {path}: no response within {away_s:g} s: {failure!r}") from None

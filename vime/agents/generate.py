@@ -10,7 +10,7 @@ from functools import partial
 from vime.agents.environment import play
 from vime.agents.server import AgentServer, agent_server
 from vime.agents.task import AgentFailed, AgentTask, begin_function, run_command, run_function
-from vime.config.deadlines import rollout_deadline_s
+from vime.config.deadlines import generate_function_deadline_s, rollout_deadline_s
 from vime.config.parse import Args
 from vime.protocols import SamplingParams
 from vime.rollout.plugins import plugin
@@ -104,7 +104,9 @@ async def _run(args: Args, server: AgentServer, live: Live, task: AgentTask, wai
     if environment is not None:
         function = partial(play, environment)
     assert function is not None, "check_agents wants one of the four"
-    call = await begin_function(function, task)
+    # half of what is left: the function itself, and what follows it, must end before the deadline of this one
+    patience_s = (generate_function_deadline_s(args.config) - timeout_s) / 2
+    call = await begin_function(function, task, patience_s=patience_s)
     server.sessions.begin_again(live)
     with waiting(wait, AGENT, deadline_s=timeout_s):
         return await run_function(call, timeout_s=timeout_s)

@@ -88,11 +88,13 @@ async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> Non
             raise AgentFailed(f"it ended with code {code}: {said or 'it wrote nothing'}")
 
 
-async def begin_function(function: Callable[..., object], task: AgentTask) -> asyncio.Future[object]:
+async def begin_function(
+    function: Callable[..., object], task: AgentTask, *, patience_s: float
+) -> asyncio.Future[object]:
     """Return the call of an agent's function, which has begun. A plain `def` has a thread, an `async def` runs on a
     loop that generation does not share.
 
-    Waits for: one of MOST_THREADS threads, which end with their agents; --generate-timeout-secs bounds it.
+    Waits for: one of MOST_THREADS threads, which end with their agents; AgentFailed after `patience_s`.
     """
     if inspect.iscoroutinefunction(function):
         coroutine = cast("Coroutine[object, object, object]", function(task))
@@ -105,10 +107,14 @@ async def begin_function(function: Callable[..., object], task: AgentTask) -> as
 
     work = loop.run_in_executor(agent_threads(), call)
     try:
-        with waiting("a thread for an agent", AGENT, deadline_s=None):
-            await has_begun.wait()
-    except asyncio.CancelledError:
+        with waiting("a thread for an agent", AGENT, deadline_s=patience_s):
+            async with asyncio.timeout(patience_s):
+                await has_begun.wait()
+    except BaseException as error:
         work.cancel()  # if no thread has begun it, none does
+        if isinstance(error, TimeoutError):
+            what = f"no thread was free for it within {patience_s:g} s: {MOST_THREADS} agents at a time are run"
+            raise AgentFailed(what) from None
         raise
     return work
 

@@ -82,7 +82,7 @@ class GatewayClient:
         with draft.open("wb") as written:
             for start in range(0, file.num_bytes, PART_BYTES):
                 end = min(start + PART_BYTES, file.num_bytes) - 1
-                content = await self._repeated("GET", path, None, _content, headers={"Range": f"bytes={start}-{end}"})
+                content = await self._repeated("GET", path, None, _part, headers={"Range": f"bytes={start}-{end}"})
                 digest.update(content)
                 written.write(content)
         if digest.hexdigest() != file.sha256:
@@ -154,7 +154,7 @@ def _refusal(path: str, response: Response) -> m.ErrorBody | None:
     """Return what the gateway says; None for a failure of what stands between, which may pass."""
     try:
         return msgspec.msgpack.decode(response.content, type=m.ErrorBody)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         if response.status >= 500:
             return None
         raise VimeError(
@@ -162,8 +162,9 @@ def _refusal(path: str, response: Response) -> m.ErrorBody | None:
         ) from error
 
 
-def _content(response: Response) -> bytes:
-    return response.content
+def _part(response: Response) -> bytes | None:
+    """Return the part of a file that `Range` named; None for what is no part, as a proxy's page with status 200."""
+    return response.content if response.status == 206 else None
 
 
 def _reader(path: str, kind: type[Kind]) -> Callable[[Response], Kind | None]:
@@ -172,7 +173,7 @@ def _reader(path: str, kind: type[Kind]) -> Callable[[Response], Kind | None]:
     def read(response: Response) -> Kind | None:
         try:
             return msgspec.msgpack.decode(response.content, type=kind)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             if not _is_message(response.content):
                 return None
             raise VimeError(

@@ -254,7 +254,7 @@ class Loaded(Message):
     """What engines of the job have loaded: engine -> content hash. A job may report its engines in several calls."""
 
     version: VersionNumber
-    engines: Annotated[dict[str, Name], Meta(min_length=1)]
+    engines: Annotated[dict[Name, Name], Meta(min_length=1)]
 
 
 class Confirmed(Message):

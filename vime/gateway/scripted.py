@@ -53,6 +53,7 @@ HOSTILE = (
     b"<html><body>Welcome to the hotel's network. Please accept the terms.</body></html>",
     b"[" * 100_000,  # deeper than a parser that calls itself goes
     b"[]",
+    b"\x81\xa8producer\xa2\xff\xfe",  # msgpack, but for one text
     b"",
 )
 """What stands in place of a message, with status 200. Each path gets the next one."""

@@ -13,6 +13,8 @@ from vime.gateway.refusal import Refusal
 from vime.types import ConfigError, Version
 from vime.utils.files import sync
 
+MOST_BEGUN = 4
+"""Of so many versions that a job has not confirmed it is kept which of its engines have loaded them."""
 ENGINES_NAME = "gateway_engines.json"  # in a run directory: producer -> how many engines it registered
 
 
@@ -31,7 +33,8 @@ class Weights:
         self._num_engines = _read_counts(self._path)
         self._manifests = {manifest.version: manifest for manifest in manifests}
         self._hashes = {manifest.version: manifest.content_hash for manifest in manifests}
-        self._reported: dict[str, dict[Version, set[str]]] = {}  # producer -> the names of engines that have it
+        self._confirmed: dict[str, set[Version]] = {}
+        self._reported: dict[str, dict[Version, set[str]]] = {}  # of the newest not confirmed: who has loaded them
 
     def register(self, producer: str, num_engines: int) -> None:
         """Note how many engines a process has that begins, and that none of them has loaded anything; 0: it does not
@@ -48,6 +51,7 @@ class Weights:
             with self._lock:
                 self._num_engines = counts
                 if num_engines:
+                    self._confirmed.pop(producer, None)
                     self._reported.pop(producer, None)
 
     def release(self, manifest: WeightManifest) -> None:
@@ -128,20 +132,27 @@ class Weights:
                 next_action=f"Load version {loaded.version} again, then report the hashes of all engines.",
             )
         with self._lock:
-            names = self._reported.setdefault(producer, {}).setdefault(loaded.version, set())
-            missing = max(1, self._num_engines.get(producer, 0)) - len(names)
-            names.update([name for name in loaded.engines if name not in names][:missing])
+            confirmed, reported = self._confirmed.setdefault(producer, set()), self._reported.setdefault(producer, {})
+            if loaded.version in confirmed:
+                return
+            names = reported.setdefault(loaded.version, set())
+            names.update(loaded.engines)
+            if len(names) >= self._num_engines.get(producer, 0):
+                confirmed.add(loaded.version)
+                del reported[loaded.version]
+            for old in sorted(reported)[:-MOST_BEGUN]:
+                del reported[old]
 
     def forget_confirmations(self) -> None:
         """As after a restart of the gateway."""
         with self._lock:
+            self._confirmed.clear()
             self._reported.clear()
 
     def newest(self, producer: str) -> Version:
         """The newest version that a job confirmed; -1: none."""
         with self._lock:
-            versions = [*self._reported.get(producer, ())]
-        return max((version for version in versions if self.has_confirmed(producer, version)), default=-1)
+            return max(self._confirmed.get(producer, ()), default=-1)
 
     def behind(self, producer: str) -> int:
         """By how many versions a job is behind the serving one; -1: it has confirmed none."""
@@ -150,13 +161,8 @@ class Weights:
 
     def has_confirmed(self, producer: str, version: Version) -> bool:
         """Whether as many engines of a job have loaded a version as it registered; one, if it registered none."""
-        num_reported, num_engines = self._engines(producer, version)
-        return num_reported >= max(1, num_engines)
-
-    def _engines(self, producer: str, version: Version) -> tuple[int, int]:
-        """Return how many engines of a job have loaded a version, and how many it has; 0: it did not say."""
         with self._lock:
-            return len(self._reported.get(producer, {}).get(version, ())), self._num_engines.get(producer, 0)
+            return version in self._confirmed.get(producer, ())
 
     def lag(self, producer: str) -> str:
         """Why a job gets no prompts; empty when it has the serving version."""
@@ -165,7 +171,9 @@ class Weights:
             return "the first weights: none are released yet"
         if newest >= serving:
             return ""
-        num_reported, num_engines = self._engines(producer, serving)
+        with self._lock:
+            num_reported = len(self._reported.get(producer, {}).get(serving, ()))
+            num_engines = self._num_engines.get(producer, 0)
         if num_reported:
             has = f"{num_reported} of its {num_engines} engines have"
         else:

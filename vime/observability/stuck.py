@@ -48,6 +48,7 @@ class Kind(IntEnum):
     OUTSIDE = auto()  # the owner is not a process of the run, and has a deadline
     CIRCLE = auto()  # all of them wait only for each other
     IDLE = auto()  # neither waits nor computes
+    PROGRAM = auto()  # the owner is a program of others, which works or not, and has a deadline
 
 
 STUCK_AT_ONCE = (Kind.DEAD, Kind.STOPPED, Kind.SILENT, Kind.OVERDUE)
@@ -183,13 +184,19 @@ def _chains(by_name: dict[str, RunProcess], start: RunProcess, *, is_over: bool 
         for wait, owner in steps:
             further = (*links, (process, wait))
             if not names.is_other(owner, than=process):
-                is_outside = "://" in owner or owner in (AGENT, CLIENT)
-                yield Chain(links=further, end=owner, kind=Kind.OUTSIDE if is_outside else Kind.ABSENT)
+                yield Chain(links=further, end=owner, kind=_outside(owner, wait))
             elif owner not in whole:
                 parties = names.owned_by(owner, but=process)
                 todo.extend((further, party) for party in parties if party.name not in queued)
                 queued.update(party.name for party in parties)
                 whole.add(owner)  # `process` itself, if it is one of them, was queued before
+
+
+def _outside(owner: str, wait: SeenWait) -> Kind:
+    """Return how a chain ends whose last owner is no process that is known."""
+    if "://" in owner:
+        return Kind.OUTSIDE
+    return Kind.PROGRAM if owner in (AGENT, CLIENT) and wait.deadline_s is not None else Kind.ABSENT
 
 
 def _circle(by_name: dict[str, RunProcess], start: RunProcess) -> Chain:
@@ -221,7 +228,8 @@ def _told(chain: Chain, by_name: dict[str, RunProcess]) -> str:
         late = chain.links[-1][1]
         return f"{path}, {-(late.left_s or 0):.0f} s past its deadline of {late.deadline_s:g} s, which did not end it"
     if isinstance(end, str):
-        what = "is outside the run" if chain.kind is Kind.OUTSIDE else "is no process that has shown itself in this run"
+        is_outside = chain.kind in (Kind.OUTSIDE, Kind.PROGRAM)
+        what = "is outside the run" if is_outside else "is no process that has shown itself in this run"
         return f"{path}; {end} {what}"
     if chain.kind is Kind.CIRCLE:
         return f"{path}, which waits for them: a circle"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -31,48 +31,42 @@ class HeldBodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Return the body, whose bytes count until the block ends. One that does not say how long it is counts as the
-        longest until it is there."""
-        counted = MOST_BYTES if "transfer-encoding" in request.headers else _said(request)
-        if self._num_bytes + counted > MOST_HELD_BYTES:
-            what = f"{counted} bytes of body beside {self._num_bytes} of others; expected at most {MOST_HELD_BYTES}"
-            raise BodyRefused(503, "too_many_bodies", f"{what} at a time. Ask again.")
-        self._num_bytes += counted
+        """Return the body, whose bytes count from their arrival until the block ends."""
+        held = 0
+
+        def hold(num_bytes: int) -> None:
+            nonlocal held
+            if self._num_bytes + num_bytes > MOST_HELD_BYTES:
+                what = f"{self._num_bytes + num_bytes} bytes of bodies; expected at most {MOST_HELD_BYTES} at a time"
+                raise BodyRefused(503, "too_many_bodies", f"{what}. Ask again.")
+            self._num_bytes += num_bytes
+            held += num_bytes
+
         try:
-            body = await read_body(request)
-            self._num_bytes += len(body) - counted
-            counted = len(body)
-            yield body
+            yield await read_body(request, hold)
         finally:
-            self._num_bytes -= counted
+            self._num_bytes -= held
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, hold: Callable[[int], None] = lambda _: None) -> bytes:
     """Return the body. BodyRefused when it is too large, as soon as its length is known, from the header or from what
-    has arrived. Waits for: the client, BODY_S at most."""
-    _said(request)
+    has arrived; `hold` is told of each part, and may refuse it. Waits for: the client, BODY_S at most."""
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and (len(said) > 15 or int(said) > MOST_BYTES):
+        raise _too_large()
     body = bytearray()
     try:
         with waiting("the body of a request", CLIENT, deadline_s=BODY_S):
             async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
-                    body += part
-                    if len(body) > MOST_BYTES:
+                    if len(body) + len(part) > MOST_BYTES:
                         raise _too_large()
+                    hold(len(part))
+                    body += part
     except (TimeoutError, ClientDisconnect) as error:
         what = f"{len(body)} bytes of the body have come within {BODY_S:g} s; expected the whole body. Ask again."
         raise BodyRefused(408, "body_missing", what) from error
     return bytes(body)
-
-
-def _said(request: Request) -> int:
-    """Return the length that the header says; 0 when it says none."""
-    said = request.headers.get("content-length", "")
-    if not said.isdecimal():
-        return 0
-    if len(said) > 15 or int(said) > MOST_BYTES:
-        raise _too_large()
-    return int(said)
 
 
 def _too_large() -> BodyRefused:

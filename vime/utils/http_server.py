@@ -55,15 +55,16 @@ class HttpServer(uvicorn.Server):
         self._seen: dict[H11Protocol, object] = {}
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn every TICK_S. Close idle connections: all when they are too many, else each on which
-        nothing has moved since the last look. A call that begins counts, bytes of a head or of a body that nobody reads
-        do not."""
+        """Called by uvicorn every TICK_S. Close idle connections: when they are too many all whose response is sent,
+        else each on which nothing has moved since the last look. A call that begins counts, bytes of a head or of a
+        body that nobody reads do not."""
         most_idle = min(MOST_IDLE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         is_look_due = counter % max(1, round(SILENT_S / TICK_S)) == 0
         if is_look_due or len(self.server_state.connections) > most_idle:
             idle = {one: _state(one) for one in self.server_state.connections if _is_idle(one)}
             for one, state in idle.items():
-                if len(idle) > most_idle or (is_look_due and self._seen.get(one) == state):
+                is_sent = one.transport.get_write_buffer_size() == 0
+                if (len(idle) > most_idle and is_sent) or (is_look_due and self._seen.get(one) == state):
                     one.transport.abort()
             if is_look_due:
                 self._seen = idle

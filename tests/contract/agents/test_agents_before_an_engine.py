@@ -418,6 +418,23 @@ def test_an_agent_has_its_whole_time_after_it_waited_for_a_thread(
         pool.shutdown()
 
 
+def test_an_agent_for_which_no_thread_is_free_has_failed_and_does_not_end_the_run(
+    world: AgentWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    monkeypatch.setattr("vime.agents.task.agent_threads", lambda: pool)
+    flags = ("--agent-timeout-secs", "8", "--generate-timeout-secs", "10")
+    args, free = world.args("--agent-function", f"{HERE}:two_turns", *flags), threading.Event()
+    try:
+        pool.submit(free.wait, 60)
+        [row] = world.generate(args, sample())
+    finally:
+        free.set()
+        pool.shutdown()
+    assert row.status is SampleStatus.FAILED
+    assert row.metadata["session_reason"] == "no thread was free for it within 1 s: 256 agents at a time are run"
+
+
 def test_an_agent_whose_group_is_cancelled_is_ended_with_its_children(world: AgentWorld) -> None:
     args = world.command(ENDLESS)
     future = rollout_loop().submit(generate(args, sample(), train_sampling_params(args)))

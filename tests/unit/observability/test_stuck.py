@@ -163,6 +163,14 @@ def test_an_agent_that_works_is_outside_of_the_run_and_not_stuck_until_its_deadl
     assert verdict(GENERATION, late).is_stuck
 
 
+def test_an_engine_that_idles_is_named_although_agents_are_waited_for_too() -> None:
+    agents = wait("the agent of sample 5 to end", "agent", age_s=50, deadline_s=300)
+    manager = process("rollout-manager", agents, wait("a completion", "engine-0", age_s=45, deadline_s=600))
+    found = verdict(GENERATION, manager, process("engine-0"))
+    assert found.is_stuck
+    assert "engine-0: alive, but no wait is known and no CPU is used" in found.line
+
+
 def test_an_owner_that_never_showed_itself_is_named() -> None:
     driver = process("driver", wait("engines to start", "engine-0", "engine-1"))
     found = verdict(driver, process("engine-0", wait("the server to be ready")))
