@@ -49,14 +49,15 @@ DTYPES = {
 }  # fmt: skip
 """What safetensors writes -> what torch writes."""
 HOSTILE = (
-    bytes(range(255, 127, -1)) * 8,  # neither UTF-8 nor msgpack
-    b"<html><body>Welcome to the hotel's network. Please accept the terms.</body></html>",
-    b"[" * 100_000,  # deeper than a parser that calls itself goes
-    b"[]",
-    b"\x81\xa8producer\xa2\xff\xfe",  # msgpack, but for one text
-    b"",
+    (200, bytes(range(255, 127, -1)) * 8),  # neither UTF-8 nor msgpack
+    (200, b"<html><body>Welcome to the hotel's network. Please accept the terms.</body></html>"),
+    (502, b'{"message": "no upstream server"}'),
+    (200, b"[" * 100_000),  # deeper than a parser that calls itself goes
+    (200, b"[]"),
+    (200, b"\x81\xa8producer\xa2\xff\xfe"),  # msgpack, but for one text
+    (200, b""),
 )
-"""What stands in place of a message, with status 200. Each path gets the next one."""
+"""Status and bytes that stand in place of a response. Each path gets the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,10 +216,10 @@ class ScriptedGateway:
         return ""
 
     async def _send_hostile(self, send: Send) -> None:
-        content = HOSTILE[self._num_hostile % len(HOSTILE)]
+        status, content = HOSTILE[self._num_hostile % len(HOSTILE)]
         self._num_hostile += 1
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
     def _before_a_put(self, body: bytes) -> None:

@@ -135,16 +135,38 @@ def test_other_bytes_than_the_manifest_says_are_no_file_of_the_job(
     assert sorted(path.name for path in into.iterdir()) == ["empty", "small", "whole"]
 
 
-@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_page_of_a_proxy_in_place_of_a_part_is_a_lost_response_and_no_part(
+    tmp_path: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vime.gateway.client.PART_BYTES", PART)
+    run, pages = GatewayRun(tmp_path, manifest=manifest_of(tmp_path, files)), [b"<html>x</html>", b"x" * PART]
+    real, into = HttpSession.call, tmp_path / "held"
+    into.mkdir()
+
+    async def proxied(self: HttpSession, *words: Any, **options: Any) -> HttpResponse:
+        response = await real(self, *words, **options)
+        is_part = "Range" in options["headers"]
+        return HttpResponse(200, pages.pop(), "text/html") if pages and is_part else response
+
+    monkeypatch.setattr(HttpSession, "call", proxied)
+    try:
+        with_client(run, run.server.url, lambda client: download(client, into))
+    finally:
+        run.close()
+    assert pages == []
+    assert {path.name: path.read_bytes() for path in into.iterdir()} == files
+
+
+@pytest.mark.parametrize(("status", "content"), HOSTILE, ids=range(len(HOSTILE)))
 def test_bytes_that_are_no_message_are_a_lost_response(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, content: bytes
 ) -> None:
     run, bodies = GatewayRun(tmp_path), [content]
     real = HttpSession.call
 
     async def garbled(self: HttpSession, *words: Any, **options: Any) -> HttpResponse:
         response = await real(self, *words, **options)
-        return HttpResponse(200, bodies.pop(), "application/json") if bodies else response
+        return HttpResponse(status, bodies.pop(), "application/json") if bodies else response
 
     monkeypatch.setattr(HttpSession, "call", garbled)
     try:

@@ -119,3 +119,21 @@ def test_a_job_confirms_a_forgotten_version_again_and_a_hash_never_changes(tmp_p
     assert weights.has_confirmed("job", 0)
     with pytest.raises(ValueError, match="has hash h0"):
         weights.release(WeightManifest(version=0, content_hash="other", location=""))
+
+
+def test_names_of_engines_are_kept_for_few_versions_and_for_none_that_is_confirmed(tmp_path):
+    """A job with a token may report whatever names it likes, for as long as it likes."""
+    versions = range(20)
+    weights = Weights(tmp_path, *(WeightManifest(version=v, content_hash=f"h{v}", location="") for v in versions))
+    weights.register("job", 2)
+    for version in versions:
+        weights.confirm("job", Loaded(version=version, engines={"a": f"h{version}"}))
+    assert weights.newest("job") == -1
+    weights.confirm("job", Loaded(version=19, engines={"b": "h19"}))
+    assert weights.newest("job") == 19
+    weights.confirm("job", Loaded(version=0, engines={"b": "h0"}))
+    assert not weights.has_confirmed("job", 0), "who had version 0 is forgotten: both are to report it again"
+    weights.register("job", 0)
+    for number in range(50):
+        weights.confirm("job", Loaded(version=18, engines={f"{number}-{name}": "h18" for name in range(10)}))
+    assert sum(len(names) for names in weights._reported["job"].values()) <= 4

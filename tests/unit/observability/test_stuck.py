@@ -161,6 +161,8 @@ def test_an_agent_that_works_is_outside_of_the_run_and_not_stuck_until_its_deadl
     assert "'the agent of sample 5 to end' from agent; agent is outside the run" in found.line
     late = process("rollout-manager", wait("the agent of sample 5 to end", "agent", age_s=70, deadline_s=60))
     assert verdict(GENERATION, late).is_stuck
+    endless = process("rollout-manager", wait("an environment that is late to return", "agent", deadline_s=None))
+    assert verdict(GENERATION, endless).is_stuck, "nothing bounds it"
 
 
 def test_an_engine_that_idles_is_named_although_agents_are_waited_for_too() -> None:
