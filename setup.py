@@ -38,6 +38,7 @@ CORE = [
     # Range: serve external jobs (vime/gateway) and agents (vime/sessions); what vLLM's server accepts.
     "starlette>=1.0.1",
     "uvicorn>=0.30",
+    "httptools>=0.6",  # the parser of vime/utils/http_server.py; uvicorn brings it along in its extra `standard` only
     "pyarrow>=17",
     "pyyaml",
     "rich>=14",

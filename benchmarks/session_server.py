@@ -19,6 +19,7 @@ import json
 import math
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -79,12 +80,11 @@ class Bytes:
 
 
 def serve_sessions(port: int, engine: str, directory: Path) -> None:
-    import uvicorn
-
     from vime.rollout.engine_client import EngineClient
     from vime.sessions.server import make_app
     from vime.sessions.service import Sessions
     from vime.sessions.store import Reply, SessionStore
+    from vime.utils.http_server import HttpServer
 
     tokenizer = Bytes()
 
@@ -100,7 +100,8 @@ def serve_sessions(port: int, engine: str, directory: Path) -> None:
         )
 
     app = make_app(sessions, admin_key=ADMIN, model="m")
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False, backlog=8192)
+    with socket.create_server(("127.0.0.1", port), backlog=8192) as listening:
+        HttpServer(app, lifespan="on").run(sockets=[listening])
 
 
 @contextmanager

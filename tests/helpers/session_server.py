@@ -6,6 +6,7 @@ python -m tests.helpers.session_server PORT DIRECTORY ENGINE_URL TEMPLATE [PARSE
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 import time
@@ -20,13 +21,12 @@ from vime.sessions.service import ReplyParser, Sessions
 from vime.sessions.splice import Message
 from vime.sessions.store import Call, Reply, SessionStore
 from vime.sessions.tokenizer import HfChatTokenizer
+from vime.utils.http_server import HttpServer
 
 ADMIN = "admin-of-the-tests"
 
 
 def main(port: int, directory: Path, engine: str, template: str, tools: str = "") -> None:
-    import uvicorn
-
     made = make_chat_tokenizer(template)
     tokenizer = HfChatTokenizer(made)
     parse = _vllm_parser(template, tools) if tools else plain_parser(tokenizer, END[template])
@@ -44,7 +44,8 @@ def main(port: int, directory: Path, engine: str, template: str, tools: str = ""
         )
 
     app = make_app(sessions, admin_key=ADMIN, model="m")
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False)
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        HttpServer(app, lifespan="on").run(sockets=[listening])
 
 
 def plain_parser(tokenizer: HfChatTokenizer, end: str) -> ReplyParser:

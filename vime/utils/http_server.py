@@ -1,7 +1,7 @@
 """The HTTP server of ours, with bounds for connections that bring nothing: the one place that knows uvicorn.
 
-uvicorn waits for ever for the first byte of a connection and for the rest of a head. The parser is h11: it refuses a
-head of more than 64 KiB, where uvicorn's faster one has no bound.
+uvicorn waits for ever for the first byte of a connection and for the rest of a head, and its parser keeps as much of a
+head as comes. (Its other parser, h11, has a bound, and took twice as long for a call: docs/log.md, 2026-11-28.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, TypeGuard
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 SILENT_S = 60.0
 """A connection without a call under way is closed after so long, or twice as long, with whatever it has sent."""
@@ -22,7 +22,28 @@ MOST_IDLE = 4096
 closed at once: their clients may come again."""
 MOST_CONNECTIONS = 8192
 """A call over more connections than this gets 503."""
+MOST_HEAD_BYTES = 64 << 10
 TICK_S = 0.1  # of uvicorn
+
+
+class _Connection(HttpToolsProtocol):
+    """Refuses a head that has not ended after MOST_HEAD_BYTES."""
+
+    _num_bytes, _is_in_head = 0, False
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head = True
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._is_in_head = False
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._num_bytes = self._num_bytes + len(data) if self._is_in_head else 0
+        if self._num_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head has more than {MOST_HEAD_BYTES} bytes.")
 
 
 class HttpServer(uvicorn.Server):
@@ -40,7 +61,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=_Connection,
                 limit_concurrency=MOST_CONNECTIONS,
                 log_config=None,
                 access_log=False,
@@ -52,7 +73,7 @@ class HttpServer(uvicorn.Server):
                 ssl_keyfile=key,
             )
         )
-        self._seen: dict[H11Protocol, object] = {}
+        self._seen: dict[HttpToolsProtocol, object] = {}
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn every TICK_S. Close idle connections: when they are too many all whose response is sent,
@@ -71,12 +92,14 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _is_idle(connection: object) -> TypeGuard[H11Protocol]:
+def _is_idle(connection: object) -> TypeGuard[HttpToolsProtocol]:
     """Whether no call is under way on it."""
-    return isinstance(connection, H11Protocol) and (connection.cycle is None or connection.cycle.response_complete)
+    return isinstance(connection, HttpToolsProtocol) and (
+        connection.cycle is None or connection.cycle.response_complete
+    )
 
 
-def _state(connection: H11Protocol) -> object:
+def _state(connection: HttpToolsProtocol) -> object:
     """Return what changes on an idle connection that lives: its last call, or how much of its response is not sent."""
     last = None if connection.cycle is None else weakref.ref(connection.cycle)
     return last, connection.transport.get_write_buffer_size()

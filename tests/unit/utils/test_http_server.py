@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vime.utils.http_server import HttpServer
 
@@ -25,7 +25,7 @@ class Transport:
 
 def connection(num_unsent: int) -> Any:
     """A connection without a call, of whose last response so many bytes are not sent."""
-    made: Any = H11Protocol.__new__(H11Protocol)
+    made: Any = HttpToolsProtocol.__new__(HttpToolsProtocol)
     made.cycle, made.transport = None, Transport(num_unsent)
     return made
 
