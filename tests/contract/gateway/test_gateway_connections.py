@@ -94,3 +94,8 @@ def test_a_head_without_an_end_is_refused_after_64_kib(run: GatewayRun) -> None:
         with contextlib.suppress(ConnectionError):  # the response is there before it has read all
             connection.sendall(b"x" * (1 << 20))
         assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_body_that_is_longer_than_a_head_may_be_is_read_to_its_end(run: GatewayRun) -> None:
+    response = run.client().post("/v1/producers/heartbeat", content=b"x" * (1 << 20))
+    assert (response.status_code, response.json()["code"]) == (400, "not_this_message")
