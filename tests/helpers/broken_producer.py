@@ -28,6 +28,8 @@ def once(method, path, body):
         connection.request(method, path, None if body is None else json.dumps(body), HEADERS)
         response = connection.getresponse()
         message = json.loads(response.read()) | {}  # TypeError: JSON, but no message
+        if response.status != 200 and "code" not in message:
+            raise ValueError("the error of a proxy, not of the gateway")
         return response.status, float(response.headers.get("retry-after", 1)), message
     except (http.client.HTTPException, OSError, ValueError, TypeError, RecursionError) as error:
         raise ConnectionError(str(error)) from error
