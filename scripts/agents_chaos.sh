@@ -8,6 +8,8 @@
 # MODEL=DIR: made by benchmarks/agent_sdks/chat_model.py before.
 # WORKERS=2: rollout workers in processes of their own, each with its server of sessions, which are killed too.
 # ENGINES=2: of several engines, one that is killed gives its requests to the others and starts again alone.
+# ELSEWHERE=1: the programs are no children of the run: they claim its samples through a front, and go on with their
+# sessions when the run, or a part of it, is killed (--agent-listen; not with WORKERS).
 # MODE=external: the run has a gateway for jobs outside, which is killed too. Default: streaming.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -32,16 +34,36 @@ FLAGS=(
   --debug-engine-module "benchmarks.agent_sdks.${ENGINE}_engine"
   --custom-rm-path scripts/chaos_reward.py:even_share --lr 1e-4 --use-dynamic-batch-size --max-tokens-per-gpu 4096
   --rollout-max-response-len 192 --rollout-max-context-len 2048
-  --agent-command "$PYTHON benchmarks/agent_sdks/launch.py" --agent-timeout-secs 120 --agent-tool-parser hermes
+  --agent-timeout-secs 120 --agent-tool-parser hermes
   --engine-health-interval-secs 1 --engine-health-timeout-secs 5
 )
 [ -z "${ENGINES:-}" ] || FLAGS+=(--rollout-num-engines "$ENGINES")
 [ -z "${WORKERS:-}" ] || FLAGS+=(--num-rollout-workers "$WORKERS")
-judge() { "$PYTHON" -m benchmarks.agent_sdks.judge "$1" "$1/journal" --rounds "$ROUNDS" --groups $GROUPS_A_ROUND --samples $SAMPLES; }
+JUDGED=(--rounds "$ROUNDS" --groups $GROUPS_A_ROUND --samples $SAMPLES)
+if [ -n "${ELSEWHERE:-}" ]; then
+  PORT=$("$PYTHON" -c 'from vime.utils.network import free_port; print(free_port())')
+  FLAGS+=(--agent-listen "127.0.0.1:$PORT" --agent-key-file "$OUT/agent-key")
+  JUDGED+=(--sessions-outlive)
+  "$PYTHON" -m vime sessions-front "http://127.0.0.1:$PORT" --patience-secs 600 >"$OUT/front" 2>"$OUT/front.err" &
+  STARTED=($!)
+  trap 'kill "${STARTED[@]}" 2>/dev/null || true' EXIT
+else
+  FLAGS+=(--agent-command "$PYTHON benchmarks/agent_sdks/launch.py")
+fi
+begin_programs() {  # with the variables of this phase
+  [ -n "${ELSEWHERE:-}" ] || return 0
+  until [ -s "$OUT/front" ]; do sleep 0.1; done
+  "$PYTHON" -m benchmarks.agent_sdks.elsewhere "$(cat "$OUT/front")" "$OUT/agent-key" 2>>"$OUT/elsewhere.err" &
+  STARTED[1]=$!
+}
+end_programs() { [ -z "${ELSEWHERE:-}" ] || kill "${STARTED[1]}"; }
+judge() { "$PYTHON" -m benchmarks.agent_sdks.judge "$1" "$1/journal" "${JUDGED[@]}"; }
 
 mkdir "$OUT/calm" "$OUT/chaos"
 export VIME_ENGINE_JOURNAL=$OUT/calm/journal VIME_LOST_ANSWERS=$OUT/calm/lost
+begin_programs
 "$PYTHON" train.py "${FLAGS[@]}" --run-dir "$OUT/calm/run" --save-debug-rollout-data "$OUT/calm/rollout_{rollout_id}.jsonl"
+end_programs
 "$PYTHON" -m vime audit "$OUT/calm/run"
 echo "without a kill, $(wc -l <"$VIME_LOST_ANSWERS") answers lost:"
 judge "$OUT/calm"
@@ -49,9 +71,11 @@ judge "$OUT/calm"
 
 export VIME_ENGINE_JOURNAL=$OUT/chaos/journal VIME_LOST_ANSWERS=$OUT/chaos/lost
 touch "$VIME_LOST_ANSWERS"
+begin_programs
 failed=0  # the judge speaks also about a run that failed
 "$PYTHON" -m vime chaos "$OUT/chaos/runs" --own-weights --undisturbed "$OUT/calm/run" --random "$KILLS" --kills-per-run "$KILLS" --work-secs 60 --seed "$SEED" \
   -- "${FLAGS[@]}" --save-debug-rollout-data "$OUT/chaos/rollout_{rollout_id}.jsonl" || failed=1
+end_programs
 echo "with kills, $(wc -l <"$VIME_LOST_ANSWERS") answers lost:"
 judge "$OUT/chaos" || failed=1
 exit "$failed"

@@ -6,6 +6,9 @@ JOURNAL is the directory of journal.py, RUN/rollout_{round}.jsonl what --save-de
 server of sessions is not read. How many conversations a program holds is known: one that broke, so that its next turn
 was rendered anew, is another branch in the journal too. Exit code 1 when something was lost, trained twice, or is not
 what an engine said.
+
+With --sessions-outlive a session goes on when the process that serves it is killed, and a turn that was being sampled
+is sampled anew: a generation that was not trained is no fault when another one of the same session and prompt was.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class Verdict:
     generations: int = 0
     answered_again: int = 0
     of_other_sessions: int = 0
+    sampled_anew: int = 0
 
     @property
     def faults(self) -> list[str]:
@@ -58,7 +62,7 @@ class Verdict:
         yield (
             f"{self.sessions} sessions, {self.rows} rows, {self.turns} turns, {self.tokens} trained tokens; engines: "
             f"{self.generations} generations, {self.answered_again} answered more than once, {self.of_other_sessions} "
-            "of sessions that were given up and asked anew"
+            f"of sessions that were given up and asked anew, {self.sampled_anew} turns of trained sessions sampled anew"
         )
         for name in ("lost", "twice", "differ", "other_rows", "untrained"):
             found = getattr(self, name)
@@ -81,7 +85,14 @@ def read_journal(directory: Path) -> list[Generation]:
     return list(found.values())
 
 
-def judge(rounds: Sequence[Sequence[Sample]], journal: Sequence[Generation], *, groups: int, samples: int) -> Verdict:
+def judge(
+    rounds: Sequence[Sequence[Sample]],
+    journal: Sequence[Generation],
+    *,
+    groups: int,
+    samples: int,
+    sessions_outlive: bool = False,
+) -> Verdict:
     """`rounds`: the rows that each round trained. `groups` of `samples` are wanted in each round."""
     verdict = Verdict(generations=len(journal), answered_again=sum(len(each.said) > 1 for each in journal))
     by_session: dict[str, list[Generation]] = defaultdict(list)
@@ -97,7 +108,7 @@ def judge(rounds: Sequence[Sequence[Sample]], journal: Sequence[Generation], *, 
             verdict.lost.append(f"round {number} has {len(of_session)} sessions, wanted {groups * samples}")
         for session, found in of_session.items():
             seen[found[0].group_index, found[0].index] += 1
-            _judge_session(verdict, session, found, by_session.get(session, []))
+            _judge_session(verdict, session, found, by_session.get(session, []), sessions_outlive)
         trained |= of_session.keys()
     verdict.twice += [f"sample {which} was trained {count} times" for which, count in seen.items() if count > 1]
     verdict.of_other_sessions = sum(len(by_session[session]) for session in by_session.keys() - trained)
@@ -105,10 +116,17 @@ def judge(rounds: Sequence[Sequence[Sample]], journal: Sequence[Generation], *, 
     return verdict
 
 
-def _judge_session(verdict: Verdict, session: str, rows: Sequence[Sample], said: Sequence[Generation]) -> None:
+def _judge_session(
+    verdict: Verdict, session: str, rows: Sequence[Sample], said: Sequence[Generation], outlives: bool
+) -> None:
     verdict.rows += len(rows)
     for row in rows:
         _judge_row(verdict, session, row, said)
+    if outlives:
+        trained = {each.prompt for each in said if each.trained}
+        again = [each for each in said if each.trained == 0 and each.prompt in trained]
+        verdict.sampled_anew += len(again)
+        said = [each for each in said if each not in again]
     for generation in said:
         if generation.trained > 1:
             verdict.twice.append(f"session {session}: a generation was trained {generation.trained} times")
@@ -172,12 +190,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--groups", type=int, required=True, help="of a round")
     parser.add_argument("--samples", type=int, required=True, help="of a group")
+    parser.add_argument("--sessions-outlive", action="store_true", help="the process that serves them")
     arguments = parser.parse_args()
     rounds = [
         [row for group in load_rollout(arguments.run / f"rollout_{number}.jsonl") for row in group]
         for number in range(arguments.rounds)
     ]
-    verdict = judge(rounds, read_journal(arguments.journal), groups=arguments.groups, samples=arguments.samples)
+    verdict = judge(
+        rounds,
+        read_journal(arguments.journal),
+        groups=arguments.groups,
+        samples=arguments.samples,
+        sessions_outlive=arguments.sessions_outlive,
+    )
     print("\n".join(verdict.lines()))
     return 1 if verdict.faults else 0
 

@@ -52,9 +52,11 @@ def claim(client: httpx.Client, root: str, key: str, patience_s: float) -> dict[
             sys.exit(f"{root} refused: {response.status_code} {response.text}")
 
 
-def play(task: dict[str, Any]) -> float:
-    """Return the reward of one turn: whether the model said what the label says."""
-    with openai.OpenAI(base_url=task["base_url"], api_key=task["key"]) as model:
+def play(task: dict[str, Any], patience_s: float) -> float:
+    """Return the reward of one turn: whether the model said what the label says. The session outlives a restart of the
+    run, so a turn is asked again as often as the patience lasts: the SDK waits up to 8 s before each time."""
+    retries = 2 + int(patience_s / 8)
+    with openai.OpenAI(base_url=task["base_url"], api_key=task["key"], max_retries=retries) as model:
         messages: list[Any] = [{"role": "user", "content": task["prompt"]}]
         said = model.chat.completions.create(model="policy", messages=messages).choices[0].message.content
     return float((said or "").rpartition("</think>")[2].strip() == task["label"])
@@ -83,9 +85,9 @@ def main() -> None:
             while True:
                 task = claim(client, root, key, patience_s)
                 try:
-                    reward = play(task)
+                    reward = play(task, patience_s)
                 except (openai.APIConnectionError, openai.APIStatusError) as error:
-                    sys.stderr.write(f"session {task['id']}: {error}\n")  # of a run that was started again, say
+                    sys.stderr.write(f"session {task['id']}: {error}\n")  # the run has ended the session, say
                     end(client, task, patience_s, {"failed": str(error)})
                 except BaseException as error:
                     end(client, task, 0.0, {"failed": f"the agent ended: {error!r}"})

@@ -38,7 +38,7 @@ async def generate(
     """
     server = await agent_server(args)
     budget = Budget(turns=args.agent_max_turns, tokens=args.agent_max_tokens)
-    live, task = await server.begin(sample, budget, sampling_params)
+    live, task = await server.begin(sample, budget, sampling_params, evaluation=evaluation)
     agent = f"the agent of sample {sample.index}, group {sample.group_index}, to end"
     try:
         reward = None
@@ -55,8 +55,7 @@ async def generate(
     except (AgentFailed, Refused) as error:
         await server.give_up(live, str(error))
     except BaseException:
-        await server.give_up(live, "its group is not wanted any more")
-        await server.retire(live)
+        await server.interrupt(live)
         raise
     rows = member_samples(live.session, live.entries, base=sample)
     for row in rows:

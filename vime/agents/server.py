@@ -1,11 +1,14 @@
 """The server of sessions in a process that generates: on the rollout loop, one for all of its agents. On loopback, or
-where --agent-listen says, for agents that run elsewhere."""
+where --agent-listen says, for agents that run elsewhere: in mode streaming their sessions outlive the process."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextvars
+import hmac
 import json
+import logging
 import os
 import secrets
 import socket
@@ -30,14 +33,15 @@ from vime.sessions.offers import Offer, Offers
 from vime.sessions.server import make_routes
 from vime.sessions.service import Live, ReplyParser, Sessions
 from vime.sessions.splice import Message
-from vime.sessions.store import Budget, Call, Reply, SessionStore
+from vime.sessions.store import AGENTS_ELSEWHERE, Budget, Call, Reply, SessionStore
 from vime.sessions.tokenizer import HfChatTokenizer
 from vime.types import ConfigError, Sample
 from vime.utils.http_server import HttpServer
 from vime.utils.network import LOOPBACK
 from vime.utils.waits import run_directory, waiting
 
-DIRECTORY = "sessions"
+logger = logging.getLogger(__name__)
+DIRECTORY = AGENTS_ELSEWHERE.parent
 """Folder of a run with a SQLite file for each process that generates."""
 KEPT_SESSIONS = 1024
 """How many sessions that have ended stay in the file, to be looked at; older ones are deleted."""
@@ -45,14 +49,16 @@ BACKLOG = 1024
 
 
 class AgentServer:
-    """Made on the rollout loop by `agent_server`."""
+    """Made on the rollout loop by `agent_server`. Mode streaming with --agent-listen: a session that an agent has
+    claimed goes on after the death of the process that served it, when its group is issued again."""
 
-    def __init__(self, args: Args, parse: ReplyParser, path: Path) -> None:
+    def __init__(self, args: Args, parse: ReplyParser) -> None:
         arguments = json.loads(args.apply_chat_template_kwargs or "{}")
         tokenizer = HfChatTokenizer(load_tokenizer(args.hf_checkpoint), arguments)
-        self.path = path
+        self._outlives = args.agent_listen is not None and args.config.queue.has_ledger
+        self.path = _run() / AGENTS_ELSEWHERE if self._outlives else _new_file()
         self.sessions = Sessions(
-            SessionStore(path),
+            SessionStore(self.path),
             engine_client(args),
             tokenizer,
             parse,
@@ -62,32 +68,56 @@ class AgentServer:
         )
         self._timeout_s = generate_deadline_s(args.config)
         self._ended: deque[Live] = deque()
+        self._kept: dict[tuple[int, int], Live] = {}  # claimed sessions without a group, by group and sample
         model = Path(args.hf_checkpoint).name
         self.offers = Offers()
         if args.agent_listen is None:
             # nobody but this process makes sessions, so nobody is told the key that makes them
-            routes = make_routes(admin_key=secrets.token_urlsafe(32), model=model)
+            self._admin_key = secrets.token_urlsafe(32)
+            routes = make_routes(admin_key=self._admin_key, model=model)
             self._socket = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
         else:
-            routes = make_routes(admin_key=agent_key(key_path(args.config, _run())), model=model, offers=self.offers)
+            self._admin_key = agent_key(key_path(args.config, _run()))
+            routes = make_routes(admin_key=self._admin_key, model=model, offers=self.offers, claims_last=self._outlives)
             self._socket = _listening(args.agent_listen)
         app = Starlette(routes=routes)
         app.state.sessions = self.sessions
         self._root = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
         self._server = HttpServer(app, lifespan="off")
+        self._serving: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Read the sessions of an earlier process, which the driver has left in the file, and serve. Their agents may
+        ask before their groups are issued."""
+        await self.sessions.open()
+        for live in self.sessions.recorded_sessions():
+            self._kept[live.session.group_index, live.session.index] = live
+            live.context = _context_of(live.session.group_index)
+            self.sessions.begin_again(live)  # its agent could not ask meanwhile
+            self.offers.expect(live)
         # A context of its own: that of the group which happens to be the first would record every agent's requests as
         # its own, and end them when it ends.
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), context=contextvars.Context())
 
-    async def begin(self, sample: Sample, budget: Budget, params: SamplingParams) -> tuple[Live, AgentTask]:
-        """Return a new session for the sample, and what its agent is told."""
-        if self._serving.done():
+    async def begin(
+        self, sample: Sample, budget: Budget, params: SamplingParams, *, evaluation: bool
+    ) -> tuple[Live, AgentTask]:
+        """Return a session for the sample, and what its agent is told: a new one, or the one that an agent elsewhere
+        has claimed in an earlier attempt of the group."""
+        if self._serving is not None and self._serving.done():
             self._serving.result()
-        session, key = await self.sessions.create(sample.group_index, sample.index, budget)
-        live = self.sessions.by_id(session.id)
+        live = None if evaluation else self._kept.pop((sample.group_index, sample.index), None)
+        if live is None:
+            session, key = await self.sessions.create(sample.group_index, sample.index, budget, self._key_of)
+            live = self.sessions.by_id(session.id)
+            live.context = _context_of(request_priority())
+        else:
+            session, key = live.session, self._key_of(live.session.id)
+            logger.info(
+                "session %s of sample %d, group %d goes on (%s, %d turns)",
+                *(session.id, sample.index, sample.group_index, session.state, len(live.entries)),
+            )
         live.sampling = dict(params)
-        live.context = contextvars.Context()  # that of the caller has its group's record and abort scope
-        live.context.run(set_request_priority, request_priority())
         task = AgentTask(
             base_url=f"{self._root}/v1",
             anthropic_base_url=self._root,
@@ -116,9 +146,20 @@ class AgentServer:
             "evaluation": evaluation,
             "budget": budget,
         }
-        is_claimed = await self.offers.offer(Offer(live, told, request_priority()), deadline_s=deadline_s)
+        offer = Offer(live, told, request_priority())
+        if live.session.claim is None:
+            is_claimed = await self.offers.offer(offer, deadline_s=deadline_s)
+        else:
+            await self.offers.renew(offer)
+            is_claimed = True
         self.sessions.begin_again(live)
         return is_claimed
+
+    def _key_of(self, session_id: str) -> str:
+        """Return the session's key, which a claim that is repeated after a restart is told again: the file has its hash
+        alone."""
+        made = hmac.digest(self._admin_key.encode(), f"session {session_id}".encode(), "sha256")
+        return base64.urlsafe_b64encode(made).decode().rstrip("=")
 
     async def turns_of(self, live: Live) -> None:
         """Wait until no turn of the session is under way: its agent may have ended without the last answer."""
@@ -133,6 +174,15 @@ class AgentServer:
             known.task.cancel()
         await self.sessions.fail(live, reason, is_final=True)
 
+    async def interrupt(self, live: Live) -> None:
+        """Keep a session whose group was interrupted for the group's next attempt, when an agent has claimed it and it
+        may outlive the attempt; else let it fail."""
+        if self._outlives and live.session.claim is not None:
+            self._kept[live.session.group_index, live.session.index] = live
+        else:
+            await self.give_up(live, "its group is not wanted any more")
+            await self.retire(live)
+
     async def retire(self, live: Live) -> None:
         """Note that the rows of the session were taken; the oldest of many is deleted."""
         self._ended.append(live)
@@ -144,7 +194,8 @@ class AgentServer:
     async def close(self) -> None:
         """End the server; what was recorded stays in its file."""
         self._server.should_exit = True
-        await asyncio.gather(self._serving, return_exceptions=True)
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)
         await self.sessions.close()
 
 
@@ -159,8 +210,17 @@ async def agent_server(args: Args) -> AgentServer:
         if not _SERVERS:
             with ThreadPoolExecutor(1, thread_name_prefix="vime-agent-parser") as importing:
                 parse = await asyncio.get_running_loop().run_in_executor(importing, _make_parser, args)
-            _SERVERS.append(AgentServer(args, parse, _new_file()))
+            server = AgentServer(args, parse)
+            await server.open()
+            _SERVERS.append(server)
         return _SERVERS[0]
+
+
+def _context_of(priority: int) -> contextvars.Context:
+    """Return the context of a session's turns. That of the caller has its group's record and abort scope."""
+    context = contextvars.Context()
+    context.run(set_request_priority, priority)
+    return context
 
 
 def _new_file() -> Path:

@@ -144,7 +144,9 @@ def restore(
         if start is not None:
             store.set_meta("serving", min(store.meta("serving", 0), start))
     store.memory = store.recall()
-    return RestoreReport(replayed_rounds=tuple(replayed), reissued=tuple(reissued), regenerated=tuple(regenerated))
+    return RestoreReport(
+        replayed_rounds=tuple(replayed), reissued=tuple(reissued), regenerated=tuple(regenerated), reached=reached
+    )
 
 
 def _replay_rounds(

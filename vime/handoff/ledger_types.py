@@ -191,6 +191,7 @@ class RestoreReport:
     replayed_rounds: tuple[int, ...]  # will be leased again with the same groups in the same order
     reissued: tuple[Task, ...]  # were in flight: issued again
     regenerated: tuple[Task, ...]  # payload lost, or sampled by weights that the replay does not reach
+    reached: Version | None  # of the weights after the replay; None: no round was ever leased
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

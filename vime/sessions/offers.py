@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from vime.sessions.service import Live
+from vime.sessions.store import State
 from vime.utils.waits import AGENT, waiting
 
 CLAIM_S = 30.0
@@ -33,6 +34,7 @@ class Offers:
     def __init__(self) -> None:
         self._open: list[Offer] = []  # those that nobody has claimed
         self._claims: dict[str, Offer] = {}  # by Idempotency-Key, as long as the session is known
+        self._expected: set[str] = set()  # keys that got a session of an earlier process, which is not here again yet
         self._news = asyncio.Condition()
 
     async def offer(self, offer: Offer, *, deadline_s: float) -> bool:
@@ -59,12 +61,12 @@ class Offers:
         try:
             with waiting("a sample for an agent outside", "driver", deadline_s=CLAIM_S):
                 async with asyncio.timeout(CLAIM_S), self._news:
-                    await self._news.wait_for(lambda: self._open or key in self._claims or is_gone())
+                    await self._news.wait_for(lambda: self._has_answer(key) or is_gone())
         except TimeoutError:
             return None
         if key in self._claims:
             return self._claims[key]
-        if is_gone() or not self._open:
+        if is_gone() or not self._has_answer(key):
             return None
         offer = min(self._open, key=lambda one: one.priority)  # of equal ones the first
         self._open.remove(offer)
@@ -72,6 +74,23 @@ class Offers:
             self._claims[key] = offer
         offer.claimed.set()
         return offer
+
+    def _has_answer(self, key: str) -> bool:
+        return key in self._claims or (bool(self._open) and key not in self._expected)
+
+    def expect(self, live: Live) -> None:
+        """Give the key that claimed this session of an earlier process no other one: `renew` follows. An agent that has
+        asked for a turn has had the answer to its claim."""
+        if live.session.claim and live.session.state is State.OPEN and not live.entries:
+            self._expected.add(live.session.claim)
+
+    async def renew(self, offer: Offer) -> None:
+        """Answer its key with a session that was claimed from an earlier process."""
+        if offer.live.session.claim:
+            self._expected.discard(offer.live.session.claim)
+            self._claims[offer.live.session.claim] = offer
+        offer.claimed.set()
+        await self.look_again()
 
     async def look_again(self) -> None:
         """Let every claim look whether it can be answered."""

@@ -83,9 +83,9 @@ async def _end_idle_sessions(service: Sessions) -> None:
             logger.exception("idle sessions could not be ended")
 
 
-def make_routes(*, admin_key: str, model: str, offers: Offers | None = None) -> list[Route]:
+def make_routes(*, admin_key: str, model: str, offers: Offers | None = None, claims_last: bool = False) -> list[Route]:
     """Return the routes; the application's `state.sessions` is the open service. With `offers` of a run, sessions are
-    claimed and not made."""
+    claimed and not made. `claims_last`: a claim of a sample to train is noted, and outlives this process."""
 
     async def create(request: Request) -> Response:
         _admit(request, admin_key)
@@ -97,13 +97,15 @@ def make_routes(*, admin_key: str, model: str, offers: Offers | None = None) -> 
         assert offers is not None
         _admit(request, admin_key)
         _read(await _body(request) or b"{}", _Claim)
-        client = _Client(request, offers.look_again)
+        key, client = request.headers.get("idempotency-key", ""), _Client(request, offers.look_again)
         try:
-            offer = await offers.claim(request.headers.get("idempotency-key", ""), lambda: client.is_gone)
+            offer = await offers.claim(key, lambda: client.is_gone)
         finally:
             client.leave()
         if offer is None:
             return Response(status_code=204)
+        if claims_last and not offer.told["evaluation"]:
+            await _service(request).note_claim(offer.live, key)
         return Response(json.dumps({**offer.told, **_urls(request)}, default=str), media_type="application/json")
 
     async def complete(request: Request) -> Response:

@@ -135,6 +135,8 @@ class Sessions:
                 done: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
                 done.set_result(entry)
                 live.asked.append(Asked(entry.digest, entry.idempotency_key, entry.claimed, done, entry.is_lost))
+            if session.state is not State.OPEN:
+                live.ended.set()
             self._live[session.id] = self._by_key[session.key_hash] = live
 
     async def close(self) -> None:
@@ -143,11 +145,15 @@ class Sessions:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._store.close()
 
-    async def create(self, group_index: int, index: int, budget: Budget) -> tuple[Session, str]:
-        """Return a new session and its key, which is kept as a hash only."""
-        key, now = secrets.token_urlsafe(32), self._clock()
+    async def create(
+        self, group_index: int, index: int, budget: Budget, key_of: Callable[[str], str] | None = None
+    ) -> tuple[Session, str]:
+        """Return a new session and its key, which is kept as a hash only. `key_of`: the key of a session by its id;
+        None: a random one."""
+        session_id, now = secrets.token_hex(8), self._clock()
+        key = secrets.token_urlsafe(32) if key_of is None else key_of(session_id)
         session = Session(
-            id=secrets.token_hex(8),
+            id=session_id,
             key_hash=hash_of(key),
             group_index=group_index,
             index=index,
@@ -158,6 +164,16 @@ class Sessions:
         await self._store.put_session(session)
         self._live[session.id] = self._by_key[session.key_hash] = Live(session)
         return session, key
+
+    def recorded_sessions(self) -> list[Live]:
+        """Return every session, in the order in which they were made."""
+        return sorted(self._live.values(), key=lambda live: live.session.created)
+
+    async def note_claim(self, live: Live, key: str) -> None:
+        """Note which request an agent elsewhere got the session with, before it is told."""
+        if live.session.claim is None:
+            live.session.claim = key
+            await self._store.put_session(live.session)
 
     def by_key(self, key: str) -> Live:
         live = self._by_key.get(hash_of(key))

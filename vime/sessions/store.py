@@ -1,13 +1,16 @@
 """The durable state of sessions: one SQLite file, written before anything is answered.
 
 Every write is in a transaction with `synchronous=FULL`: what was acknowledged survives a SIGKILL and a power cut.
-Writes that wait at the same time share one, because each costs a wait for the disk.
+Writes that wait at the same time share one, because each costs a wait for the disk. Each row has a checksum: what is
+read again may be trained.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +20,21 @@ from typing import TypeVar
 
 import msgspec
 
+from vime.handoff.ledger_file import find_damage
 from vime.sessions.recording import Turn
-from vime.types import Version
+from vime.types import Version, VimeError
 
+AGENTS_ELSEWHERE = Path("sessions") / "elsewhere.sqlite"
+"""In the directory of a run of mode streaming with --agent-listen: its sessions outlive the process that serves
+them."""
+CRC_BYTES = 4
 T = TypeVar("T")
+Record = TypeVar("Record", "Session", "Entry")
 Work = Callable[[sqlite3.Connection], object]
+
+
+class DamagedSessionsError(VimeError):
+    """The file of sessions is not as it was written."""
 
 
 class State(StrEnum):
@@ -55,7 +68,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Session(msgspec.Struct, kw_only=True):
-    """One sample of a group. `reason` says why it failed, `stopped` which budget ended it."""
+    """One sample of a group. `reason` says why it failed, `stopped` which budget ended it. `claim`: the Idempotency-Key
+    (or "") with which an agent elsewhere got the session, where that is to outlive this process; else None."""
 
     id: str
     key_hash: str
@@ -68,6 +82,7 @@ class Session(msgspec.Struct, kw_only=True):
     reason: str = ""
     stopped: str = ""
     reward: float | None = None
+    claim: str | None = None
 
 
 class Entry(msgspec.Struct, kw_only=True):
@@ -105,16 +120,7 @@ class SessionStore:
     def __init__(self, path: Path) -> None:
         self._waiting: deque[tuple[Work, asyncio.Future[None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="session-store")
-        self._database = self._thread.submit(self._open, path).result()
-
-    @staticmethod
-    def _open(path: Path) -> sqlite3.Connection:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        database = sqlite3.connect(path)
-        database.execute("PRAGMA journal_mode=WAL")
-        database.execute("PRAGMA synchronous=FULL")
-        database.executescript(SCHEMA)
-        return database
+        self._database = self._thread.submit(_opened, path).result()
 
     async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         def transaction() -> T:
@@ -147,43 +153,107 @@ class SessionStore:
         loop.call_soon_threadsafe(_tell, [done for _, done in taken], problem)
 
     async def put_session(self, session: Session) -> None:
-        row = (session.id, session.key_hash, msgspec.msgpack.encode(session))
+        row = (session.id, session.key_hash, _encoded(session))
         await self._write(lambda database: database.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", row))
 
     async def put_turn(self, session_id: str, entry: Entry) -> None:
-        row = (session_id, entry.turn.number, msgspec.msgpack.encode(entry))
+        row = (session_id, entry.turn.number, _encoded(entry))
         await self._write(lambda database: database.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", row))
 
     async def delete(self, session_id: str) -> None:
-        def work(database: sqlite3.Connection) -> None:
-            database.execute("DELETE FROM turns WHERE session = ?", (session_id,))
-            database.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
-
-        await self._write(work)
+        await self._write(_deleting(session_id))
 
     async def load(self) -> list[tuple[Session, list[Entry]]]:
         """Return every session with its turns in order. A session was last asked for its newest turn, which does not
         write the session again."""
 
-        def work(database: sqlite3.Connection) -> list[tuple[Session, list[Entry]]]:
-            turns: dict[str, list[Entry]] = {}
-            for session_id, body in database.execute("SELECT session, body FROM turns ORDER BY session, number"):
-                turns.setdefault(session_id, []).append(msgspec.msgpack.decode(body, type=Entry))
-            sessions = [
-                msgspec.msgpack.decode(body, type=Session)
-                for (body,) in database.execute("SELECT body FROM sessions ORDER BY rowid")
-            ]
-            for session in sessions:
-                times = [entry.created for entry in turns.get(session.id, [])]
-                session.last_asked = max([session.last_asked, *times])
-            return [(session, turns.get(session.id, [])) for session in sessions]
-
-        return await self._run(work)
+        return await self._run(_all_sessions)
 
     async def close(self) -> None:
         await self._run(lambda database: database.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
         self._thread.submit(self._database.close).result()
         self._thread.shutdown()
+
+
+def forget_sessions(path: Path, *, newest: Version, oldest: Version) -> tuple[int, int]:
+    """Delete the sessions of a process that has ended which its successor cannot go on with; return how many stay, and
+    how many under way are gone because of their versions.
+
+    One stays when an agent has claimed it, it has not failed, no token is of a version above `newest` (those weights
+    will not come again) and the newest is not of one below `oldest` (it could not be trained). Of several claimed ones
+    of one sample only the last counts. DamagedSessionsError when a bit of the file or its log is not as it was written.
+    """
+    if not path.exists():
+        return 0, 0
+    try:
+        return _forget(path, newest, oldest)
+    except sqlite3.DatabaseError as error:
+        raise DamagedSessionsError(f"{path}: {error}") from error
+
+
+def _forget(path: Path, newest: Version, oldest: Version) -> tuple[int, int]:
+    log = path.with_name(path.name + "-wal")
+    fault = find_damage(log.read_bytes()) if log.exists() else None
+    if fault is not None:  # sqlite would drop the rest of it silently
+        raise DamagedSessionsError(f"{log}: {fault}")
+    with contextlib.closing(_opened(path)) as database, database:
+        for [fault] in database.execute("PRAGMA integrity_check"):
+            if fault != "ok":
+                raise DamagedSessionsError(f"{path}: {fault}")
+        found = _all_sessions(database)
+        claimed = sorted((one for one, _ in found if one.claim is not None), key=lambda one: one.created)
+        last = {(one.group_index, one.index): one.id for one in claimed}
+        num_kept = num_lost = 0
+        for session, entries in found:
+            versions = [version for entry in entries for version in entry.versions] or [newest]
+            is_last = last.get((session.group_index, session.index)) == session.id
+            may_go_on = is_last and session.state is not State.FAILED
+            if may_go_on and oldest <= max(versions) <= newest:
+                num_kept += 1
+            else:
+                num_lost += may_go_on and session.state is State.OPEN
+                _deleting(session.id)(database)
+    return num_kept, num_lost
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA journal_mode=WAL")
+    database.execute("PRAGMA synchronous=FULL")
+    database.executescript(SCHEMA)
+    return database
+
+
+def _all_sessions(database: sqlite3.Connection) -> list[tuple[Session, list[Entry]]]:
+    turns: dict[str, list[Entry]] = {}
+    for session_id, body in database.execute("SELECT session, body FROM turns ORDER BY session, number"):
+        turns.setdefault(session_id, []).append(_decoded(body, Entry))
+    bodies = database.execute("SELECT body FROM sessions ORDER BY rowid")
+    sessions = [_decoded(body, Session) for (body,) in bodies]
+    for session in sessions:
+        times = [entry.created for entry in turns.get(session.id, [])]
+        session.last_asked = max([session.last_asked, *times])
+    return [(session, turns.get(session.id, [])) for session in sessions]
+
+
+def _encoded(record: Session | Entry) -> bytes:
+    body = msgspec.msgpack.encode(record)
+    return zlib.crc32(body).to_bytes(CRC_BYTES, "little") + body
+
+
+def _decoded(row: bytes, kind: type[Record]) -> Record:
+    if zlib.crc32(row[CRC_BYTES:]).to_bytes(CRC_BYTES, "little") != row[:CRC_BYTES]:
+        raise DamagedSessionsError(f"a {kind.__name__.lower()} of {len(row)} bytes does not fit its checksum")
+    return msgspec.msgpack.decode(row[CRC_BYTES:], type=kind)
+
+
+def _deleting(session_id: str) -> Callable[[sqlite3.Connection], None]:
+    def work(database: sqlite3.Connection) -> None:
+        database.execute("DELETE FROM turns WHERE session = ?", (session_id,))
+        database.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
+
+    return work
 
 
 def _tell(callers: Sequence[asyncio.Future[None]], problem: BaseException | None) -> None:

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -23,11 +24,13 @@ from tests.helpers.agent_world import TOKENIZER, AgentWorld, agent_world
 from tests.helpers.scripted_engine import Reply, Request
 from vime.agents import server
 from vime.agents.generate import _end_elsewhere, generate
+from vime.ray.stream import _keep_sessions
 from vime.rollout.generation import train_sampling_params
 from vime.rollout.group_worker import generate_and_rm_group
 from vime.rollout.loops import rollout_loop
 from vime.rollout.request_priority import set_request_priority
 from vime.sessions import offers
+from vime.sessions.store import forget_sessions
 from vime.types import Sample, SampleStatus
 from vime.utils.network import free_port
 
@@ -310,6 +313,133 @@ def test_the_key_stays_when_the_process_starts_again_and_old_sessions_are_unknow
     assert new["id"] != old["id"]
     play(new, {"reward": 0.75})
     assert [row.reward for row in future.result(60)] == [0.75]
+
+
+STREAMING = ("--enable-vime-transfer-queue", "--transferqueue-mode", "streaming")
+
+
+def starts_again(newest: int = 0) -> int:
+    """The process ends, and the driver of the next one looks at what it left. How many sessions can go on."""
+    ended = server._SERVERS.pop()
+    rollout_loop().run(ended.close(), name="the server of sessions to end", timeout_s=30)
+    return forget_sessions(ended.path, newest=newest, oldest=0)[0]
+
+
+def turn(task: dict[str, Any], *said: str) -> str:
+    """The conversation goes on: what the model answers when the user and the model have said this."""
+    roles = ("user", "assistant")
+    messages: Any = [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
+    with openai.OpenAI(base_url=task["base_url"], api_key=task["key"]) as client:
+        return client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
+
+
+def test_a_session_goes_on_in_the_next_process_and_its_sample_is_one_row(listening: Listening) -> None:
+    """Its agent asks before its group is issued again, and has nothing to do for it."""
+    args = listening.args(*STREAMING)
+    future = listening.offer(args, sample())
+    task = listening.claim().json()
+    assert turn(task, "a") == "n0"
+    future.cancel()
+    assert starts_again() == 1
+    other = listening.offer(args, sample(group=9))
+    assert turn(task, "a", "n0", "b") == "n1"
+    again = rollout_loop().submit(listening._generate(args, sample()))
+    assert turn(task, "a", "n0", "b", "n1", "c") == "n2"
+    assert finish(task, {"reward": 0.5}).status_code == 200
+    [row] = again.result(60)
+    assert (row.reward, row.session_id, row.index, row.group_index) == (0.5, task["id"], 0, 7)
+    assert [span.version for span in row.token_policy_versions] == [0, 1, 2]
+    assert listening.claim().json()["id"] != task["id"]  # the other group's
+    other.cancel()
+
+
+def test_a_session_that_was_completed_before_its_process_ended_is_not_played_again(listening: Listening) -> None:
+    args = listening.args(*STREAMING)
+    future = listening.offer(args, sample())
+    task = listening.claim().json()
+    play(task, {"reward": 0.5})
+    [row] = future.result(60)
+    assert starts_again() == 1
+    [again] = rollout_loop().run(listening._generate(args, sample()), name="the sample", timeout_s=60)
+    assert (again.tokens, again.reward, again.session_id) == (row.tokens, 0.5, task["id"])
+    assert finish(task, {"reward": 0.5}).status_code == 200  # its answer may have been lost
+
+
+def test_a_claim_whose_answer_was_lost_gets_its_session_from_the_next_process(listening: Listening) -> None:
+    """Nothing else is given to its key meanwhile, and its session to nobody else."""
+    args = listening.args(*STREAMING)
+    future = listening.offer(args, sample())
+    headers, lost = listening.headers, listening.claim("a").json()
+    future.cancel()
+    assert starts_again() == 1
+    other = listening.offer(args, sample(group=3))
+    made = server._SERVERS[0].offers
+    claims: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: claims.append(listening.claim("a", headers=headers).json()))
+    asking.start()
+    until(lambda: made._news._waiters)
+    again = rollout_loop().submit(listening._generate(args, sample()))
+    asking.join(60)
+    assert claims == [lost]
+    assert listening.claim("b", headers=headers).json()["id"] != lost["id"]
+    play(lost, {"reward": 0.25})
+    assert [row.reward for row in again.result(60)] == [0.25]
+    other.cancel()
+
+
+def test_a_session_of_weights_that_do_not_come_again_is_unknown_and_its_sample_is_offered(listening: Listening) -> None:
+    args = listening.args(*STREAMING)
+    future = listening.offer(args, sample())
+    task = listening.claim().json()
+    assert [turn(task, "a"), turn(task, "b")] == ["n0", "n1"]
+    future.cancel()
+    assert starts_again(newest=0) == 0
+    again = listening.offer(args, sample())
+    assert play_status(task) == 401
+    play(listening.claim().json(), {"reward": 0.25})
+    assert [row.reward for row in again.result(60)] == [0.25]
+
+
+def test_a_claimed_session_waits_for_the_next_attempt_of_its_group_in_the_same_process(listening: Listening) -> None:
+    args = listening.args(*STREAMING)
+    future = listening.offer(args, sample())
+    task = listening.claim().json()
+    future.cancel()
+    until(lambda: server._SERVERS[0]._kept)
+    again = rollout_loop().submit(listening._generate(args, sample()))
+    play(task, {"reward": 0.5})
+    assert [row.reward for row in again.result(60)] == [0.5]
+
+
+def test_a_damaged_file_is_set_aside_and_its_samples_are_offered_anew(
+    listening: Listening, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = listening.args(*STREAMING)
+    future = listening.offer(args, sample())
+    task = listening.claim().json()
+    future.cancel()
+    ended = server._SERVERS.pop()
+    rollout_loop().run(ended.close(), name="the server of sessions to end", timeout_s=30)
+    content = bytearray(ended.path.read_bytes())
+    content[content.index(task["id"].encode()) + 20] ^= 1
+    ended.path.write_bytes(content)
+    _keep_sessions(args.config, listening.world.directory, 0)
+    assert "All sessions of agents elsewhere end; the file is damaged.elsewhere.sqlite now" in caplog.text
+    assert ended.path.with_name("damaged.elsewhere.sqlite").read_bytes() == content
+    again = listening.offer(args, sample())
+    assert play_status(task) == 401
+    play(listening.claim().json(), {"reward": 0.25})
+    assert [row.reward for row in again.result(60)] == [0.25]
+
+
+def test_a_session_of_an_evaluation_ends_with_its_process(listening: Listening) -> None:
+    args = listening.args(*STREAMING, "--rm-type", "exact_match")
+    group = generate_and_rm_group(args, [sample()], train_sampling_params(args), evaluation=True)
+    future = listening.begin(args, group)
+    task = listening.claim().json()
+    future.cancel()
+    until(lambda: play_status(task) == 403)
+    assert starts_again() == 0
 
 
 def test_without_the_key_nothing_is_given_and_an_agent_cannot_choose_its_group(listening: Listening) -> None:

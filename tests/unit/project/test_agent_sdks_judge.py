@@ -137,6 +137,19 @@ def test_a_conversation_that_broke_at_the_engine_and_in_the_rows_is_named_with_i
     assert verdict.other_rows == ["session a of openai_chat.py: 3 rows of 3 branches, wanted 2"]
 
 
+def test_a_turn_sampled_anew_is_a_fault_unless_sessions_outlive_their_server(tmp_path: Path) -> None:
+    """The engine had answered, and the server was killed before it recorded the turn; one of another prompt is lost."""
+    rows, lines = rows_and_lines()
+    sampled_anew(rows, lines)
+    assert faults(tmp_path, rows, lines) == {"other_rows": 1, "untrained": 1}
+    kept = judge([rows], read_journal(tmp_path), groups=1, samples=2, sessions_outlive=True)
+    assert (kept.faults, kept.sampled_anew) == ([], 1)
+    lines[-1]["prompt"] = [9, 9]
+    faults(tmp_path, rows, lines)
+    other = judge([rows], read_journal(tmp_path), groups=1, samples=2, sessions_outlive=True)
+    assert (len(other.untrained), other.sampled_anew) == (1, 0)
+
+
 def test_a_group_that_two_rounds_trained_is_named_sample_by_sample(tmp_path: Path) -> None:
     assert faults(tmp_path, *rows_and_lines(), rounds=2)["twice"] >= 2
 
