@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 from vime.config.deadlines import rollout_deadline_s
@@ -17,8 +18,10 @@ from vime.rollout.metrics import pass_metrics, sample_metrics
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.rollout.prompts import Prompt, Prompts, read_prompts
 from vime.rollout.reward_errors import check_evaluation
-from vime.types import EngineError, RolloutFnEvalOutput, Sample, WaitTimeoutError
+from vime.types import EngineError, RolloutFnEvalOutput, Sample, SampleStatus, WaitTimeoutError
 from vime.utils.waits import waiting
+
+logger = logging.getLogger(__name__)
 
 _PROMPTS: dict[tuple[str, ...], Prompts] = {}
 """Files read so far, by path and the flags that decide how they are read. Owner: the rollout loop."""
@@ -59,21 +62,30 @@ def judged(
     one: EvalSet, prompts: Prompts, groups: list[list[Sample]], seconds: float
 ) -> tuple[list[Sample], dict[str, float]]:
     """Return samples and metrics of one set. Groups whose reward failed (--on-reward-error drop) are left out and
-    counted; RewardError when they are too many."""
+    counted, RewardError when they are too many; groups with a sample that has failed (its agent broke, say) are left
+    out, counted and named in the log. EngineError when no group is left, or a sample came back without an end."""
     own, name = one.config.flat, one.name
     scored = check_evaluation(own, name, groups)
-    samples = [sample for group in scored for sample in group]
-    unusable = [sample for sample in samples if sample.status in UNUSABLE]
-    if unusable:
-        raise EngineError(
-            f"evaluation {name}: {len(unusable)} samples ended {unusable[0].status}, expected completions."
+    failed = {id(group): sample for group in scored for sample in group if sample.status is SampleStatus.FAILED}
+    for sample in failed.values():
+        reason = sample.metadata.get("session_reason", "its generate function says so")
+        logger.warning(
+            "evaluation %s: prompt %d is left out, a sample has failed: %s", name, sample.group_index, reason
         )
+    played = [group for group in scored if id(group) not in failed]
+    samples = [sample for group in played for sample in group]
+    unusable = [sample for sample in samples if sample.status in UNUSABLE]
+    if unusable or not samples:
+        what = f"{len(unusable)} samples ended {unusable[0].status}" if unusable else "a sample of every prompt failed"
+        raise EngineError(f"evaluation {name}: {what}, expected completions.")
     prefix = f"eval/{name}"
     metrics = sample_metrics(own, samples, prefix) | pass_metrics(own, samples, prefix) | {f"{prefix}/time": seconds}
     if prompts.num_too_long:
         metrics[f"{prefix}/prompts_too_long"] = float(prompts.num_too_long)
     if len(scored) < len(groups):
         metrics[f"{prefix}/reward_errors"] = float(len(groups) - len(scored))
+    if failed:
+        metrics[f"{prefix}/failed"] = float(len(failed))
     return samples, metrics
 
 

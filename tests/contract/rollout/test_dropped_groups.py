@@ -10,7 +10,7 @@ from tests.helpers.scripted_engine import Reply, ScriptedEngine
 from tests.helpers.streaming import Streaming, groups_of
 from vime.rollout.data_source import RolloutDataSourceWithBuffer
 from vime.rollout.vllm_rollout import generate_rollout
-from vime.types import PluginError, RewardError
+from vime.types import EngineError, PluginError, RewardError
 
 EOS = 2
 LETTERS = "abcdefghij"
@@ -84,6 +84,38 @@ def test_an_evaluation_leaves_out_and_counts_prompts_whose_reward_failed(play, t
         play(FAILS_FOR_A, *flags, "--max-reward-error-share", "0.09", evaluation=True)
     with pytest.raises(RewardError, match=r"evaluation held: the reward failed for 10 of 10 prompts.*ZeroDivision"):
         play(FAILS, *flags, "--max-reward-error-share", "1", evaluation=True)
+
+
+FAILS_ABOVE = """
+from vime.rollout.generation import generate as completions
+from vime.types import SampleStatus
+
+async def generate(args, sample, sampling_params, evaluation=False):
+    if sample.group_index >= {first} and sample.index % 2:
+        sample.status = SampleStatus.FAILED
+        sample.metadata["session_reason"] = "its container died"
+        return sample
+    return await completions(args, sample, sampling_params)
+"""
+
+
+@pytest.mark.parametrize("first", [7, 0])
+def test_an_evaluation_leaves_out_counts_and_names_prompts_whose_samples_failed(play, tmp_path, caplog, first):
+    """A broken agent costs its prompt, not a run of days; when all break it is another matter."""
+    held_out, plugin = tmp_path / "prompts.jsonl", tmp_path / f"fails_{first}.py"
+    plugin.write_text(FAILS_ABOVE.format(first=first))
+    flags = ["--custom-generate-function-path", f"{plugin}:generate", "--eval-prompt-data", "held", held_out]
+    flags += ["--n-samples-per-eval-prompt", 2]
+    one = "def rm(args, sample):\n    return float(sample.index < 14)\n"
+    if first == 0:
+        with pytest.raises(EngineError, match="evaluation held: a sample of every prompt failed"):
+            play(one, *flags, evaluation=True)
+        return
+    output = play(one, *flags, evaluation=True)
+    assert output.metrics["eval/held/failed"] == 3
+    assert output.metrics["eval/held/num_samples"] == 14
+    assert output.metrics["eval/held/reward_mean"] == 1.0  # no failed sample is a zero
+    assert "evaluation held: prompt 7 is left out, a sample has failed: its container died" in caplog.text
 
 
 def test_a_filter_that_keeps_nothing_ends_the_round_with_its_name_and_counts(play, tmp_path):
