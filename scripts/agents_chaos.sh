@@ -10,6 +10,7 @@
 # ENGINES=2: of several engines, one that is killed gives its requests to the others and starts again alone.
 # ELSEWHERE=1: the programs are no children of the run: they claim its samples through a front, and go on with their
 # sessions when the run, or a part of it, is killed (--agent-listen; not with WORKERS).
+# WORK_SECS=24: kills come up to so many seconds after the first weights of each start. Default: 60.
 # MODE=external: the run has a gateway for jobs outside, which is killed too. Default: streaming.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -73,9 +74,14 @@ export VIME_ENGINE_JOURNAL=$OUT/chaos/journal VIME_LOST_ANSWERS=$OUT/chaos/lost
 touch "$VIME_LOST_ANSWERS"
 begin_programs
 failed=0  # the judge speaks also about a run that failed
-"$PYTHON" -m vime chaos "$OUT/chaos/runs" --own-weights --undisturbed "$OUT/calm/run" --random "$KILLS" --kills-per-run "$KILLS" --work-secs 60 --seed "$SEED" \
+"$PYTHON" -m vime chaos "$OUT/chaos/runs" --own-weights --undisturbed "$OUT/calm/run" --random "$KILLS" --kills-per-run "$KILLS" --work-secs "${WORK_SECS:-60}" --seed "$SEED" \
   -- "${FLAGS[@]}" --save-debug-rollout-data "$OUT/chaos/rollout_{rollout_id}.jsonl" || failed=1
 end_programs
 echo "with kills, $(wc -l <"$VIME_LOST_ANSWERS") answers lost:"
 judge "$OUT/chaos" || failed=1
+if [ -s "$OUT/elsewhere.err" ]; then
+  echo "agents elsewhere whose session broke:"
+  cat "$OUT/elsewhere.err"
+  failed=1
+fi
 exit "$failed"

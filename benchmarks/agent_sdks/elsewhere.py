@@ -3,7 +3,7 @@
     python -m benchmarks.agent_sdks.elsewhere http://HOST:PORT KEY_FILE [--at-once 8]
 
 ADDRESS is that of a front, which holds what is asked while the run is away; nothing here is asked a second time but a
-claim, so whatever a restart of the run breaks is a sample that its program reports as failed. Ends at SIGTERM.
+claim. What a restart of the run breaks is written to standard error, on which nothing else is. Ends at SIGTERM.
 """
 
 from __future__ import annotations

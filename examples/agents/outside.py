@@ -48,7 +48,9 @@ def claim(client: httpx.Client, root: str, key: str, patience_s: float) -> dict[
         response = post(client, f"{root}/v1/sessions", patience_s, headers=headers)
         if response.status_code == 200:
             return dict(response.json())
-        if response.status_code != 204:  # 204: the run has no sample at the moment
+        if response.status_code >= 500:  # a full disk, say
+            time.sleep(PAUSE_S)
+        elif response.status_code != 204:  # 204: the run has no sample at the moment
             sys.exit(f"{root} refused: {response.status_code} {response.text}")
 
 

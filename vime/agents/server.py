@@ -31,9 +31,9 @@ from vime.rollout.request_priority import request_priority, set_request_priority
 from vime.sessions.key_file import agent_key, key_path
 from vime.sessions.offers import Offer, Offers
 from vime.sessions.server import make_routes
-from vime.sessions.service import Live, ReplyParser, Sessions
+from vime.sessions.service import Live, ReplyParser, Sessions, hash_of
 from vime.sessions.splice import Message
-from vime.sessions.store import AGENTS_ELSEWHERE, Budget, Call, Reply, SessionStore
+from vime.sessions.store import AGENTS_ELSEWHERE, Budget, Call, Reply, SessionStore, keep_sessions
 from vime.sessions.tokenizer import HfChatTokenizer
 from vime.types import ConfigError, Sample
 from vime.utils.http_server import HttpServer
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 DIRECTORY = AGENTS_ELSEWHERE.parent
 """Folder of a run with a SQLite file for each process that generates."""
 KEPT_SESSIONS = 1024
-"""How many sessions that have ended stay in the file, to be looked at; older ones are deleted."""
+"""How many sessions that have ended stay in the file at least; older ones are deleted."""
 BACKLOG = 1024
 
 
@@ -57,6 +57,8 @@ class AgentServer:
         tokenizer = HfChatTokenizer(load_tokenizer(args.hf_checkpoint), arguments)
         self._outlives = args.agent_listen is not None and args.config.queue.has_ledger
         self.path = _run() / AGENTS_ELSEWHERE if self._outlives else _new_file()
+        if self._outlives:
+            keep_sessions(self.path)  # the driver has looked at versions, but a worker may start again without it
         self.sessions = Sessions(
             SessionStore(self.path),
             engine_client(args),
@@ -68,7 +70,12 @@ class AgentServer:
         )
         self._timeout_s = generate_deadline_s(args.config)
         self._ended: deque[Live] = deque()
-        self._kept: dict[tuple[int, int], Live] = {}  # claimed sessions without a group, by group and sample
+        slots = args.rollout_batch_size * (1 + args.transferqueue_max_staleness)
+        # one that has ended may wait for the others of its group, and is needed again after a restart
+        self._most_ended = max(KEPT_SESSIONS, 2 * slots * args.n_samples_per_prompt)
+        # of training, by group and sample: claimed ones without a group, and the newest of each sample
+        self._kept: dict[tuple[int, int], Live] = {}
+        self._newest: dict[tuple[int, int], Live] = {}
         model = Path(args.hf_checkpoint).name
         self.offers = Offers()
         if args.agent_listen is None:
@@ -91,10 +98,14 @@ class AgentServer:
         ask before their groups are issued."""
         await self.sessions.open()
         for live in self.sessions.recorded_sessions():
-            self._kept[live.session.group_index, live.session.index] = live
-            live.context = _context_of(live.session.group_index)
+            session = live.session
+            if session.key_hash != hash_of(self._key_of(session.id)):  # the agents' key is another one
+                await self.sessions.delete(live)
+                continue
+            self._kept[session.group_index, session.index] = live
+            live.context = _context_of(session.group_index)
             self.sessions.begin_again(live)  # its agent could not ask meanwhile
-            self.offers.expect(live)
+            self.offers.expect(live, patience_s=self.sessions.idle_s)
         # A context of its own: that of the group which happens to be the first would record every agent's requests as
         # its own, and end them when it ends.
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), context=contextvars.Context())
@@ -106,7 +117,8 @@ class AgentServer:
         has claimed in an earlier attempt of the group."""
         if self._serving is not None and self._serving.done():
             self._serving.result()
-        live = None if evaluation else self._kept.pop((sample.group_index, sample.index), None)
+        place = (sample.group_index, sample.index)
+        live = None if evaluation else self._kept.pop(place, None)
         if live is None:
             session, key = await self.sessions.create(sample.group_index, sample.index, budget, self._key_of)
             live = self.sessions.by_id(session.id)
@@ -117,6 +129,8 @@ class AgentServer:
                 "session %s of sample %d, group %d goes on (%s, %d turns)",
                 *(session.id, sample.index, sample.group_index, session.state, len(live.entries)),
             )
+        if not evaluation:
+            self._newest[place] = live
         live.sampling = dict(params)
         task = AgentTask(
             base_url=f"{self._root}/v1",
@@ -176,9 +190,10 @@ class AgentServer:
 
     async def interrupt(self, live: Live) -> None:
         """Keep a session whose group was interrupted for the group's next attempt, when an agent has claimed it and it
-        may outlive the attempt; else let it fail."""
-        if self._outlives and live.session.claim is not None:
-            self._kept[live.session.group_index, live.session.index] = live
+        may outlive the attempt; else let it fail, also when the next attempt has begun already."""
+        place = (live.session.group_index, live.session.index)
+        if self._outlives and live.session.claim is not None and self._newest.get(place) is live:
+            self._kept[place] = live
         else:
             await self.give_up(live, "its group is not wanted any more")
             await self.retire(live)
@@ -186,7 +201,10 @@ class AgentServer:
     async def retire(self, live: Live) -> None:
         """Note that the rows of the session were taken; the oldest of many is deleted."""
         self._ended.append(live)
-        while len(self._ended) > KEPT_SESSIONS:
+        place = (live.session.group_index, live.session.index)
+        if self._newest.get(place) is live:
+            del self._newest[place]
+        while len(self._ended) > self._most_ended:
             oldest = self._ended.popleft()
             self.offers.forget(oldest)
             await self.sessions.delete(oldest)

@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 
 from vime.config.deadlines import generate_deadline_s
+from vime.config.eval_sets import eval_sets
 from vime.config.parse import Config
+from vime.config.queue_checks import EXTERNAL
 from vime.types import ConfigError
 
 GENERATE = "vime.agents.generate.generate"
@@ -55,6 +57,19 @@ def _check_listen(config: Config, address: str) -> None:
         raise ConfigError(
             f"--agent-listen {address} with --num-rollout-workers {num_workers}: each worker has a server of its own, "
             "and an address has one. Expected 1 worker. Remove one of the two."
+        )
+    if config.queue.transferqueue_mode != EXTERNAL:
+        return
+    if not config.cluster.num_engines:
+        raise ConfigError(
+            f"--agent-listen {address} with --rollout-num-engines 0: the run has no engine that could answer agents. "
+            "Give the flag to the job (`vime produce`)."
+        )
+    if eval_sets(config):
+        raise ConfigError(
+            f"--agent-listen {address} with --transferqueue-mode {EXTERNAL} and evaluation sets: training and "
+            "evaluation generate in two processes there, and an address has one. Evaluate in another run, or use mode "
+            "streaming."
         )
 
 

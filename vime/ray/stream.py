@@ -30,7 +30,7 @@ from vime.ray.waits import Result, wait_for
 from vime.rollout.abort_scope import KEEP_S
 from vime.rollout.partial import oldest_allowed
 from vime.rollout.worker import STOP_S
-from vime.sessions.store import AGENTS_ELSEWHERE, DamagedSessionsError, forget_sessions
+from vime.sessions.store import AGENTS_ELSEWHERE, keep_sessions
 from vime.types import Version, VimeError
 from vime.utils.failpoints import Point, failpoint
 
@@ -105,7 +105,8 @@ class Stream:
                 len(report.reissued),
                 len(report.regenerated),
             )
-        _keep_sessions(config, run_dir, report.reached or 0)
+        reached = report.reached or 0
+        keep_sessions(run_dir / AGENTS_ELSEWHERE, newest=reached, oldest=oldest_allowed(config.flat, reached))
         stream = cls(config, run_dir, ledger, manager)
         stream._ask(manager.ask(RolloutManager.open_stream, ledger), "the queue to be opened")
         stream._beat.start()
@@ -179,22 +180,3 @@ class Stream:
                     self.ledger.call(RoundLedger.heartbeat, lease.round_id, lease.fence)
                 except VimeError as error:
                     logger.warning("round %d: %s", lease.round_id, error)
-
-
-def _keep_sessions(config: Config, run_dir: Path, reached: Version) -> None:
-    """Leave the sessions of agents elsewhere that this attempt of the run can go on with, which replays its rounds
-    until the weights are those of version `reached`. A damaged file is set aside: its sessions end, and their samples
-    are given to agents anew."""
-    path = run_dir / AGENTS_ELSEWHERE
-    try:
-        kept, lost = forget_sessions(path, newest=reached, oldest=oldest_allowed(config.flat, reached))
-    except DamagedSessionsError as error:
-        for file in path.parent.glob(f"{path.name}*"):
-            file.rename(file.with_name(f"damaged.{file.name}"))
-        logger.warning("%s. All sessions of agents elsewhere end; the file is damaged.%s now", error, path.name)
-        return
-    if kept or lost:
-        logger.info(
-            "sessions of agents elsewhere: %d kept; %d under way ended: their weights do not come again, or are old",
-            *(kept, lost),
-        )

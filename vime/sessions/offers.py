@@ -78,17 +78,19 @@ class Offers:
     def _has_answer(self, key: str) -> bool:
         return key in self._claims or (bool(self._open) and key not in self._expected)
 
-    def expect(self, live: Live) -> None:
-        """Give the key that claimed this session of an earlier process no other one: `renew` follows. An agent that has
-        asked for a turn has had the answer to its claim."""
-        if live.session.claim and live.session.state is State.OPEN and not live.entries:
-            self._expected.add(live.session.claim)
+    def expect(self, live: Live, *, patience_s: float) -> None:
+        """Give the key that claimed this session of an earlier process no other one for `patience_s`, within which
+        `renew` is expected. An agent that has asked for a turn has had the answer to its claim."""
+        key = live.session.claim
+        if key and live.session.state is State.OPEN and not live.entries:
+            self._expected.add(key)
+            asyncio.get_running_loop().call_later(patience_s, self._expected.discard, key)
 
     async def renew(self, offer: Offer) -> None:
         """Answer its key with a session that was claimed from an earlier process."""
         if offer.live.session.claim:
             self._expected.discard(offer.live.session.claim)
-            self._claims[offer.live.session.claim] = offer
+            self._claims.setdefault(offer.live.session.claim, offer)
         offer.claimed.set()
         await self.look_again()
 

@@ -170,10 +170,11 @@ class Sessions:
         return sorted(self._live.values(), key=lambda live: live.session.created)
 
     async def note_claim(self, live: Live, key: str) -> None:
-        """Note which request an agent elsewhere got the session with, before it is told."""
+        """Note which request an agent elsewhere got the session with, before it is told. Each repeat writes again: an
+        earlier write may have failed, or not be done."""
         if live.session.claim is None:
             live.session.claim = key
-            await self._store.put_session(live.session)
+        await self._store.put_session(live.session)
 
     def by_key(self, key: str) -> Live:
         live = self._by_key.get(hash_of(key))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sqlite3
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,7 +29,20 @@ from vime.types import Version, VimeError
 AGENTS_ELSEWHERE = Path("sessions") / "elsewhere.sqlite"
 """In the directory of a run of mode streaming with --agent-listen: its sessions outlive the process that serves
 them."""
+ANY_VERSION = sys.maxsize
 CRC_BYTES = 4
+PATIENCE_S = 5.0
+"""How long another process may hold the file."""
+LONGEST_LOG = 4 << 20
+"""Bytes of the write-ahead log after which it is moved into the file."""
+OF_THE_MACHINE = frozenset(
+    {
+        *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR),
+        *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM),
+    }
+)
+"""Errors of sqlite that say nothing about the file's content."""
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Record = TypeVar("Record", "Session", "Entry")
 Work = Callable[[sqlite3.Connection], object]
@@ -121,6 +136,7 @@ class SessionStore:
         self._waiting: deque[tuple[Work, asyncio.Future[None]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="session-store")
         self._database = self._thread.submit(_opened, path).result()
+        self._log = _log_of(path)
 
     async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         def transaction() -> T:
@@ -151,6 +167,13 @@ class SessionStore:
         except BaseException as error:  # boundary: whatever it is, it is told to everybody whose write did not happen
             problem = error
         loop.call_soon_threadsafe(_tell, [done for _, done in taken], problem)
+        self._fold_in()
+
+    def _fold_in(self) -> None:
+        """Move a long log into the file, and truncate it. Where that fails it stays, and is moved later."""
+        with contextlib.suppress(OSError, sqlite3.Error):
+            if self._log.stat().st_size > LONGEST_LOG:
+                self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     async def put_session(self, session: Session) -> None:
         row = (session.id, session.key_hash, _encoded(session))
@@ -175,24 +198,45 @@ class SessionStore:
         self._thread.shutdown()
 
 
+def keep_sessions(path: Path, *, newest: Version = ANY_VERSION, oldest: Version = 0) -> None:
+    """Leave the sessions that the successor of their process can go on with, and say in the log how many. A damaged
+    file is set aside: its sessions end, and their samples are given to agents anew."""
+    try:
+        kept, lost = forget_sessions(path, newest=newest, oldest=oldest)
+    except DamagedSessionsError as error:
+        for file in path.parent.glob(f"{path.name}*"):
+            file.rename(file.with_name(f"damaged.{file.name}"))
+        logger.warning("%s. All sessions of agents elsewhere end; the file is damaged.%s now", error, path.name)
+        return
+    if kept or lost:
+        logger.info(
+            "sessions of agents elsewhere: %d kept; %d under way ended: their weights do not come again, or are old",
+            *(kept, lost),
+        )
+
+
 def forget_sessions(path: Path, *, newest: Version, oldest: Version) -> tuple[int, int]:
     """Delete the sessions of a process that has ended which its successor cannot go on with; return how many stay, and
     how many under way are gone because of their versions.
 
     One stays when an agent has claimed it, it has not failed, no token is of a version above `newest` (those weights
     will not come again) and the newest is not of one below `oldest` (it could not be trained). Of several claimed ones
-    of one sample only the last counts. DamagedSessionsError when a bit of the file or its log is not as it was written.
+    of one sample only the last counts. DamagedSessionsError when a bit of the file or its log is not as it was written,
+    VimeError when it cannot be read or written now.
     """
     if not path.exists():
         return 0, 0
     try:
         return _forget(path, newest, oldest)
     except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode & 0xFF in OF_THE_MACHINE:
+            what = "Make room on the disk, or end the program that uses the file, and start again"
+            raise VimeError(f"{path}: cannot be read and written: {error}. {what}.") from error
         raise DamagedSessionsError(f"{path}: {error}") from error
 
 
 def _forget(path: Path, newest: Version, oldest: Version) -> tuple[int, int]:
-    log = path.with_name(path.name + "-wal")
+    log = _log_of(path)
     fault = find_damage(log.read_bytes()) if log.exists() else None
     if fault is not None:  # sqlite would drop the rest of it silently
         raise DamagedSessionsError(f"{log}: {fault}")
@@ -216,10 +260,15 @@ def _forget(path: Path, newest: Version, oldest: Version) -> tuple[int, int]:
     return num_kept, num_lost
 
 
+def _log_of(path: Path) -> Path:
+    return path.with_name(path.name + "-wal")
+
+
 def _opened(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
-    database = sqlite3.connect(path)
+    database = sqlite3.connect(path, timeout=PATIENCE_S)
     database.execute("PRAGMA journal_mode=WAL")
+    database.execute("PRAGMA wal_autocheckpoint=0")  # it would overwrite the log, in which damage is looked for
     database.execute("PRAGMA synchronous=FULL")
     database.executescript(SCHEMA)
     return database

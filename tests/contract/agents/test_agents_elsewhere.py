@@ -24,13 +24,12 @@ from tests.helpers.agent_world import TOKENIZER, AgentWorld, agent_world
 from tests.helpers.scripted_engine import Reply, Request
 from vime.agents import server
 from vime.agents.generate import _end_elsewhere, generate
-from vime.ray.stream import _keep_sessions
 from vime.rollout.generation import train_sampling_params
 from vime.rollout.group_worker import generate_and_rm_group
 from vime.rollout.loops import rollout_loop
 from vime.rollout.request_priority import set_request_priority
 from vime.sessions import offers
-from vime.sessions.store import forget_sessions
+from vime.sessions.store import forget_sessions, keep_sessions
 from vime.types import Sample, SampleStatus
 from vime.utils.network import free_port
 
@@ -411,6 +410,81 @@ def test_a_claimed_session_waits_for_the_next_attempt_of_its_group_in_the_same_p
     assert [row.reward for row in again.result(60)] == [0.5]
 
 
+def test_a_worker_that_starts_again_alone_offers_what_nobody_plays(listening: Listening) -> None:
+    """No driver has looked at the file: one sample was never claimed, one has failed while its group went on."""
+    args = listening.args(*STREAMING)
+    futures = [listening.offer(args, sample(index)) for index in range(2)]
+    finish(listening.claim().json(), {"failed": "its container died"})
+    futures[0].result(60)
+    futures[1].cancel()
+    ended = server._SERVERS.pop()
+    rollout_loop().run(ended.close(), name="the server of sessions to end", timeout_s=30)
+    again = [listening.offer(args, sample(index)) for index in range(2)]
+    for reward in (0.25, 0.5):
+        play(listening.claim().json(), {"reward": reward})
+    assert [row.reward for future in again for row in future.result(60)] == [0.25, 0.5]
+
+
+def test_a_session_whose_next_attempt_has_begun_is_not_kept(listening: Listening) -> None:
+    """The group's lease was lost, and the news of it came after the next attempt had begun."""
+    args = listening.args(*STREAMING)
+    first, second = (listening.offer(args, sample()) for _ in range(2))
+    old, new = (listening.claim().json() for _ in range(2))
+    first.cancel()
+    until(lambda: play_status(old) == 403)
+    assert server._SERVERS[0]._kept == {}
+    play(new, {"reward": 0.5})
+    assert [row.reward for row in second.result(60)] == [0.5]
+
+
+def test_another_key_of_agents_ends_the_sessions_that_the_old_one_opens(listening: Listening) -> None:
+    args = listening.args(*STREAMING)
+    future = listening.offer(args, sample())
+    task = listening.claim().json()
+    future.cancel()
+    assert starts_again() == 1
+    (listening.world.directory / "agent-key").unlink()
+    again = listening.offer(args, sample())
+    assert play_status(task) == 401
+    play(listening.claim().json(), {"reward": 0.25})
+    assert [row.reward for row in again.result(60)] == [0.25]
+
+
+def test_a_claim_that_could_not_be_written_is_written_when_it_is_repeated(listening: Listening) -> None:
+    args = listening.args(*STREAMING)
+    future = listening.offer(args, sample())
+    store = server._SERVERS[0].sessions._store
+    store._thread.submit(store._database.execute, "PRAGMA query_only=1").result(60)
+    assert listening.claim("a").status_code == 500
+    store._thread.submit(store._database.execute, "PRAGMA query_only=0").result(60)
+    task = listening.claim("a").json()
+    future.cancel()
+    assert starts_again() == 1
+    again = rollout_loop().submit(listening._generate(args, sample()))
+    until(lambda: play_status(task) == 200)
+    finish(task, {"reward": 0.5})
+    assert [row.reward for row in again.result(60)] == [0.5]
+
+
+def test_a_claim_whose_session_does_not_come_again_gets_another_one_in_the_end(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offers, "CLAIM_S", 0.2)
+    args = listening.args(*STREAMING, "--agent-timeout-secs", "2")
+    future = listening.offer(args, sample())
+    lost = listening.claim("a").json()
+    future.cancel()
+    assert starts_again() == 1
+    other = listening.offer(args, sample(group=9))
+    assert listening.claim("a").status_code == 204
+    answers: list[httpx.Response] = []
+    until(lambda: answers.append(listening.claim("a")) or answers[-1].status_code == 200)
+    task = answers[-1].json()
+    assert task["id"] != lost["id"]
+    play(task, {"reward": 0.5})
+    assert [row.reward for row in other.result(60)] == [0.5]
+
+
 def test_a_damaged_file_is_set_aside_and_its_samples_are_offered_anew(
     listening: Listening, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -423,7 +497,7 @@ def test_a_damaged_file_is_set_aside_and_its_samples_are_offered_anew(
     content = bytearray(ended.path.read_bytes())
     content[content.index(task["id"].encode()) + 20] ^= 1
     ended.path.write_bytes(content)
-    _keep_sessions(args.config, listening.world.directory, 0)
+    keep_sessions(ended.path)
     assert "All sessions of agents elsewhere end; the file is damaged.elsewhere.sqlite now" in caplog.text
     assert ended.path.with_name("damaged.elsewhere.sqlite").read_bytes() == content
     again = listening.offer(args, sample())

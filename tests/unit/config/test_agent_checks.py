@@ -14,6 +14,9 @@ from vime.config.parse import Config, parse
 from vime.config.problems import Problems
 from vime.types import ConfigError
 
+EXTERNAL = ("--transferqueue-mode", "external")
+EVALUATION = ("--eval-prompt-data", "held-out", "eval.jsonl")
+
 
 def config_of(directory: Path, *flags: str) -> Config:
     write_model_directory(directory)
@@ -88,6 +91,8 @@ def test_what_an_agent_cannot_be_combined_with_is_refused_by_name(
         (["--agent-listen", "http://h:1"], "--agent-listen http://h:1: expected HOST:PORT"),
         (["--agent-listen", "h:1", "--environment", "a.b"], "--environment and --agent-listen: .* Keep one"),
         (["--agent-listen", "h:1", "--num-rollout-workers", "2"], "--num-rollout-workers 2: .* Remove one of the two"),
+        (["--agent-listen", "h:1", *EXTERNAL, "--rollout-num-engines", "0"], "no engine that could answer agents"),
+        (["--agent-listen", "h:1", *EXTERNAL, *EVALUATION], "evaluation sets: .* generate in two processes there"),
         (["--agent-listen", "h:1", "--reference-mode"], "--reference-mode with an agent"),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from vime.sessions import store as store_module
 from vime.sessions.recording import Turn
 from vime.sessions.store import (
     Budget,
@@ -23,8 +24,9 @@ from vime.sessions.store import (
     SessionStore,
     State,
     forget_sessions,
+    keep_sessions,
 )
-from vime.types import VersionSpan
+from vime.types import VersionSpan, VimeError
 
 
 def session(number: int, state: State = State.OPEN) -> Session:
@@ -179,6 +181,41 @@ def test_a_flipped_bit_is_named_or_changes_nothing(tmp_path: Path, is_killed: bo
     assert 40 < num_named < 200
 
 
+@pytest.mark.parametrize("is_long", [False, True])
+def test_what_a_kill_cut_off_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_long: bool) -> None:
+    """A log that was moved into the file in between is cut like any other."""
+    if is_long:
+        monkeypatch.setattr(store_module, "LONGEST_LOG", 100_000)
+    sessions = [session(number) for number in range(20)]
+    for one in sessions:
+        one.claim = "a"
+    files = {path.name: path.read_bytes() for path in left_files(tmp_path, sessions, is_killed=True)}
+    log = files["s.sqlite-wal"]
+    assert (len(files["s.sqlite"]) > 20_000) == is_long
+    assert 0 < len(log) < (120_000 if is_long else 2_000_000)
+    counts = []
+    for length in [*range(0, len(log), len(log) // 60), len(log)]:
+        place = tmp_path / str(length)
+        place.mkdir()
+        (place / "s.sqlite").write_bytes(files["s.sqlite"])
+        (place / "s.sqlite-wal").write_bytes(log[:length])
+        counts.append(forget_sessions(place / "s.sqlite", newest=0, oldest=0)[0])
+    assert counts == sorted(counts)  # a longer log has no less
+    assert counts[-1] >= 19
+
+
+def test_a_file_that_is_in_use_is_named_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [path, *_] = sorted(left_files(tmp_path, [session(0)], is_killed=False))
+    monkeypatch.setattr(store_module, "PATIENCE_S", 0.1)
+    with sqlite3.connect(path) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(VimeError, match=r"database is locked. .* end the program that uses the file") as found:
+            keep_sessions(path)
+        assert not isinstance(found.value, DamagedSessionsError)
+    other.close()
+    assert path.exists()
+
+
 def left_files(directory: Path, sessions: list[Session], is_killed: bool) -> list[Path]:
     copies: list[Path] = []
     (directory / "left").mkdir()
@@ -191,6 +228,7 @@ def left_files(directory: Path, sessions: list[Session], is_killed: bool) -> lis
                 made = turn(0, 0, 0)
                 numbered = dataclasses.replace(made.turn, number=number)
                 await store.put_turn(one.id, msgspec.structs.replace(made, turn=numbered, digest=str(number) * 300))
+        await store.load()  # behind whatever the store still does
         if not is_killed:
             await store.close()
         for file in directory.glob("s.sqlite*"):
