@@ -1,5 +1,6 @@
 """Where Ray puts the ranks and engines of a run, on clusters whose GPUs are only numbers: `python -m
-tests.helpers.placement_cases`. Writes a JSON object: the name of a case -> what was found.
+tests.helpers.placement_cases FILE`. Writes a JSON object to the file (Ray itself writes to standard output when a node
+dies): the name of a case -> what was found.
 
 The clusters are real raylets of one machine; the actors are started with a run's own options, and say which node and
 which GPUs Ray gave them.
@@ -12,7 +13,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import ray
 from ray.cluster_utils import Cluster
@@ -23,6 +28,8 @@ from vime.config.parse import Config, parse
 from vime.ray import nodes as nodes_module
 from vime.ray import placement
 from vime.ray.actor import Options
+from vime.ray.managed_engine import ManagedEngine, find_nodes
+from vime.ray.placement import leave_place
 from vime.types import ClusterError, ConfigError
 from vime.utils.device import see_only
 
@@ -51,12 +58,13 @@ class World:
 
     def __init__(self) -> None:
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0})
-        self.num_nodes = 0
+        self.num_nodes, self.nodes = 0, []
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level="ERROR")
 
     def grow(self, num_nodes: int) -> None:
         for number in range(self.num_nodes, num_nodes):
-            self.cluster.add_node(num_cpus=32, num_gpus=GPUS, resources={f"gpu-{number}": 1000})
+            more = {f"gpu-{number}": 1000}
+            self.nodes.append(self.cluster.add_node(num_cpus=32, num_gpus=GPUS, resources=more))
         self.num_nodes = num_nodes
         self.cluster.wait_for_nodes()
 
@@ -132,13 +140,47 @@ class World:
     def listed(self, places: Sequence[Options]) -> list[str]:
         names = self.names()
         strategies = [place["scheduling_strategy"] for place in places]
-        table = placement_group_table(strategies[0].placement_group)["bundles_to_node_id"]  # all are in one group
-        return [names[table[each.placement_group_bundle_index]] for each in strategies]
+        tables = [placement_group_table(each.placement_group)["bundles_to_node_id"] for each in strategies]
+        return [names[table[each.placement_group_bundle_index]] for table, each in zip(tables, strategies, strict=True)]
+
+    def node_dies(self, number: int, *flags: str) -> dict[str, object]:
+        """What becomes of the engines of a run, all nodes of which are taken, when this node dies and another comes."""
+        config, ended = parse([*FLAGS, *flags]), list[str]()
+
+        def looked() -> list[bool]:
+            return [find_nodes(config, engine) for engine in engines]
+
+        def listed() -> list[list[str]]:
+            return [sorted(self.listed(engine.place)) for engine in engines]
+
+        with placement.reserved(config) as places:
+            engines = [ManagedEngine(index, place=place) for index, place in enumerate(places.engines)]
+            for engine in engines:
+                engine.actor = cast("Any", SimpleNamespace(kill=partial(ended.append, engine.name)))
+            said: dict[str, object] = {"before": listed(), "found": looked()}
+            self.cluster.remove_node(self.nodes[number], allow_graceful=False)
+            until(lambda: not all(looked()))
+            time.sleep(2 * placement.POLL_S)
+            said |= {"without": looked(), "ended": ended}
+            self.grow(self.num_nodes + 1)
+            until(lambda: all(looked()))
+            said |= {"after": listed(), "to start": [engine.name for engine in engines if engine.actor is None]}
+            for engine in engines:
+                leave_place(engine.place)
+        until(lambda: ray.available_resources().get("GPU", 0.0) == GPUS * (self.num_nodes - 1))
+        return said
 
     def where(self, actors: list[ray.actor.ActorHandle]) -> list[tuple[str, list[str]]]:
         names = self.names()
         found = ray.get([actor.found.remote() for actor in actors], timeout=120)
         return [(names[node], gpus) for node, gpus in found]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < ends, "Ray does not come so far"
+        time.sleep(0.2)
 
 
 def trainers(nodes: int, per_node: int) -> list[str]:
@@ -208,8 +250,9 @@ def main() -> None:
     with world.taken(**{f"gpu_{number}": 4 for number in range(4)}):
         found["4 of 8 nodes half full: 4 x 8 ranks, 8 engines of 2"] = world.run(*trainers(4, 8), *engines(8, 2))
         found["4 of 8 nodes half full: 2 x 8 ranks, an engine of 16"] = world.run(*trainers(2, 8), *engines(1, 16))
+    found["4 engines of 16, a node dies and another comes"] = world.node_dies(3, *ROLLOUT_ONLY, *engines(4, 16))
     found["nodes"] = look_at_nodes(real_check)
-    sys.stdout.write(json.dumps(found))
+    Path(sys.argv[1]).write_text(json.dumps(found))
     ray.shutdown()
     world.cluster.shutdown()
 

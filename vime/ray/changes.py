@@ -30,7 +30,7 @@ from vime.ray.actor import Actor
 from vime.ray.engine_actors import EngineActor
 from vime.ray.engines import STOP_S, Engines
 from vime.ray.managed_engine import EngineState, ManagedEngine
-from vime.ray.placement import EnginePlace, ExtraPlace
+from vime.ray.placement import EnginePlace, ExtraPlace, leave_place
 from vime.ray.waits import said_meanwhile
 from vime.types import ClusterError, ConfigError, DataError
 from vime.utils.waits import DIRECTORY as WAITS
@@ -140,6 +140,9 @@ class _Rooms:
     def give_back(self) -> None:
         for place in self._of.values():
             place.give_back()
+        for options in self._kept:
+            if len(options) > 1:  # of a divided engine alone
+                leave_place(options)
         self._of.clear()
 
 

@@ -20,9 +20,9 @@ from vime.config.parse import Config
 from vime.observability.events import EventKind, EventLog
 from vime.ray.actor import Actor
 from vime.ray.engine_actors import EngineActor, ServerActor
-from vime.ray.managed_engine import Changes, EngineState, ManagedEngine, start_engine
+from vime.ray.managed_engine import Changes, EngineState, ManagedEngine, find_nodes, start_engine
 from vime.ray.managed_router import Routers
-from vime.ray.placement import ANYWHERE, EnginePlace, Places, has_nodes
+from vime.ray.placement import ANYWHERE, EnginePlace, Places
 from vime.ray.waits import START_GRACE_S, ready, wait_for
 from vime.types import (
     ConfigError,
@@ -352,6 +352,7 @@ class Engines:
         stop."""
         actor, engine.actor, engine.gone = engine.actor, None, reason
         engine.losses.end()
+        engine.end_search()
         self._engines.remove(engine)
         self._checks.pop(engine.name, None)
         self._emit(EventKind.ENGINE_STOPPED, engine=engine.name, reason=reason)
@@ -387,6 +388,8 @@ class Engines:
                 ray.wait(refs, num_returns=len(refs), timeout=deadline_s)
         for actor in [*routers, *engines]:
             actor.kill()
+        for engine in self._engines:
+            engine.leave_nodes()
         if self.changes is not None:
             self.changes.close()
 
@@ -512,7 +515,9 @@ class Engines:
         now, losses = time.monotonic(), engine.losses
         if losses.count and now - engine.looked >= NODES_S:
             engine.looked, had_node = now, losses.has_node
-            losses.see(has_node=has_nodes(engine.place))
+            losses.see(has_node=find_nodes(self._config, engine))
+            if losses.has_node and engine.actor is None:  # it has left a node that has died
+                self._start(engine)
             if had_node and not losses.has_node:
                 self._emit(EventKind.ENGINE_WITHOUT_NODE, engine=engine.name)
                 self._tell(f"No node of the cluster has room for {engine.name}: it starts when one has.")

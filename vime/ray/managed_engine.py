@@ -18,8 +18,8 @@ from vime.ray.actor import Actor, Options, start_actor
 from vime.ray.cluster import ENGINE_CPUS
 from vime.ray.engine_actors import EngineActor, ExternalEngineActor
 from vime.ray.losses import Losses
-from vime.ray.placement import EnginePlace
-from vime.types import EngineAddress
+from vime.ray.placement import EnginePlace, ExtraPlace, has_nodes, leave_place
+from vime.types import ClusterError, EngineAddress
 
 MAX_CALLS = 4  # at a time in an actor
 
@@ -53,6 +53,7 @@ class ManagedEngine:
     began: float = field(default_factory=time.monotonic)  # its start
     looked: float = 0.0  # whether Ray has a node for it
     place: EnginePlace = ()  # where Ray starts it
+    search: ExtraPlace | None = None  # while it looks for other nodes
     external: str | None = None  # HOST:PORT of one that somebody else started
     is_new: bool = False  # added to a live run, and has served nothing yet
     losses: Losses = field(init=False)  # since it confirmed a version
@@ -77,11 +78,45 @@ class ManagedEngine:
         self.state, self.is_new = EngineState.SERVING, False
         return self.losses.end()
 
+    def end_search(self) -> None:
+        """Look for other nodes no longer; those that it had are given back already."""
+        if self.search is not None:
+            self.search.give_back()
+            self.search, self.place = None, ()
+
+    def leave_nodes(self) -> None:
+        """Give back what is reserved for a divided engine alone, wherever it has moved."""
+        self.end_search()
+        if len(self.place) > 1:
+            leave_place(self.place)
+
     def lose(self) -> float:
         """Note a loss. Returns the seconds until it is started again."""
         self.state = EngineState.LOST
         self.actor = self.starting = self.address = None
         return self.losses.add()
+
+
+def find_nodes(config: Config, engine: ManagedEngine) -> bool:
+    """Return whether there is a node for each part of an engine that starts again. One that is divided leaves the nodes
+    that it had when one of them is gone, and its actor is ended: it has none when this returns True for other nodes."""
+    if engine.search is None and (len(engine.place) < 2 or has_nodes(engine.place)):
+        return has_nodes(engine.place)
+    if engine.search is None:
+        if engine.actor is not None:
+            engine.actor.kill()
+        engine.actor = engine.starting = None
+        leave_place(engine.place)
+        engine.search = ExtraPlace(config, waits=True)
+    try:
+        found = engine.search.find()
+    except ClusterError:  # no set of nodes is large enough: others may come
+        engine.search = ExtraPlace(config, waits=True)
+        return False
+    if found is None:
+        return False
+    engine.place, engine.search = found, None
+    return True
 
 
 def start_engine(

@@ -5,9 +5,10 @@ two nodes, and an engine of eight GPUs waits without an end where eight nodes ha
 asked for before the first actor. Its bundles, which Ray never divides, are the ranks of a node
 (--actor-num-gpus-per-node of them, once for each of --actor-num-nodes and each world of ranks) and each engine. An
 engine that no node is large enough for is divided over as few nodes as have equal parts of it; which ones, is chosen
-here, because Ray would put two parts on one node, or far apart, and each bundle says its node. With
---colocate an engine goes into the bundle of the ranks whose GPUs it shares. Ray gives a GPU to one actor alone, so it
-gives them to the ranks, and each engine is told which ones its ranks got.
+here, because Ray would put two parts on one node, or far apart, and each bundle says its node. Such an engine has a
+group of its own, so that it can leave a node that has died (`managed_engine.find_nodes`). With --colocate an engine
+goes into the bundle of the ranks whose GPUs it shares. Ray gives a GPU to one actor alone, so it gives them to the
+ranks, and each engine is told which ones its ranks got.
 
 A local Ray has one node: there nothing is asked for.
 """
@@ -15,9 +16,9 @@ A local Ray has one node: there nothing is asked for.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,26 +111,58 @@ def reserved(
     bundles = bundles_of(config, per_engine)
     refuse_what_no_node_has(bundles, nodes)
     pins = _pinned(bundles, on_poll) if per_engine > 1 else None
-    group = placement_group([bundle.resources for bundle in bundles], strategy="PACK", bundle_label_selector=pins)
+    groups = _groups(bundles, pins)
     try:
-        _wait(group, bundles, on_poll)
-        home = _home(config, nodes_of_cluster())  # now: with what the group has left
-        by_bundle: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        for group, _ in groups:
+            _wait(group, bundles, on_poll)
+        home = _home(config, nodes_of_cluster())  # now: with what the groups have left
+        at, by_bundle = dict[int, Options](), dict[int, str]()
+        for group, numbers in groups:
+            nodes_of_group = placement_group_table(group)["bundles_to_node_id"]
+            for place, number in enumerate(numbers):
+                at[number], by_bundle[number] = _at(group, place), nodes_of_group[place]
         order = {node.id: place for place, node in enumerate(nodes)}
-        places = _places(config, group, lambda index: order.get(by_bundle[index], len(order)), home, per_engine)
+        places = _places(config, at.__getitem__, lambda n: order.get(by_bundle[n], len(order)), home, per_engine)
         for node in nodes:
             there = [bundle.what for index, bundle in enumerate(bundles) if by_bundle[index] == node.id]
             if there:
                 logger.info("node %s (%s): %s", node.address, node.host, ", ".join(there))
         yield places
     finally:
-        with contextlib.suppress(Exception):  # Ray has gone, and the group with it
-            remove_placement_group(group)
+        for group, _ in groups:
+            _remove(group)
+
+
+def _groups(
+    bundles: Sequence[Bundle], pins: Sequence[dict[str, str]] | None
+) -> list[tuple[PlacementGroup, Sequence[int]]]:
+    """Return the placement groups, which are asked for, each with the numbers of its bundles: one for each engine that
+    is divided, and one for all the others."""
+    units: dict[str, list[int]] = {}
+    for index, bundle in enumerate(bundles):
+        units.setdefault(bundle.apart, []).append(index)
+    return [
+        (
+            placement_group(
+                [bundles[index].resources for index in numbers],
+                strategy="PACK",
+                bundle_label_selector=None if pins is None else [pins[index] for index in numbers],
+            ),
+            numbers,
+        )
+        for numbers in units.values()
+    ]
+
+
+def _remove(group: PlacementGroup) -> None:
+    """What runs there is ended by Ray."""
+    with contextlib.suppress(Exception):  # Ray has gone, and the group with it
+        remove_placement_group(group)
 
 
 def has_nodes(place: EnginePlace) -> bool:
     """Return whether there is a node for each part of an engine. Ray gives what was on a dead one another node as soon
-    as one has room, and starts the actor there; until then it says nothing."""
+    as one has room, unless the bundle names its node, and starts the actor there; until then it says nothing."""
     for options in place:
         at = options.get("scheduling_strategy")
         if isinstance(at, PlacementGroupSchedulingStrategy):
@@ -139,12 +172,23 @@ def has_nodes(place: EnginePlace) -> bool:
     return True
 
 
+def leave_place(place: EnginePlace) -> None:
+    """Give back what is reserved for one engine alone: its parts on the nodes that are left."""
+    for group in {id(found): found for found in _groups_of(place)}.values():
+        _remove(group)
+
+
+def _groups_of(place: EnginePlace) -> list[PlacementGroup]:
+    found = [options.get("scheduling_strategy") for options in place]
+    return [each.placement_group for each in found if isinstance(each, PlacementGroupSchedulingStrategy)]
+
+
 class ExtraPlace:
     """Room for one more engine of a live run: a placement group of its own, also on a local Ray, where an actor that
-    does not fit would wait without an end. `kept`: a place that the run has already."""
+    does not fit would wait without an end. `kept`: a place that the run has already. `waits`: without an end."""
 
-    def __init__(self, config: Config, kept: EnginePlace | None = None) -> None:
-        self.kept, self._ends = kept, time.monotonic() + PLACE_S
+    def __init__(self, config: Config, kept: EnginePlace | None = None, *, waits: bool = False) -> None:
+        self.kept, self._ends = kept, math.inf if waits else time.monotonic() + PLACE_S
         self._group: PlacementGroup | None = None
         self._bundles, self._refused = list[Bundle](), ""
         if kept is not None:
@@ -172,8 +216,7 @@ class ExtraPlace:
     def give_back(self) -> None:
         """What runs there is ended by Ray."""
         if self._group is not None:
-            with contextlib.suppress(Exception):  # Ray has gone, and the group with it
-                remove_placement_group(self._group)
+            _remove(self._group)
         self._group = None
 
 
@@ -373,11 +416,14 @@ def _at(group: PlacementGroup, bundle: int) -> Options:
 
 
 def _places(
-    config: Config, group: PlacementGroup, order: Callable[[int], int], home: Options, nodes_per_engine: int = 1
+    config: Config,
+    at: Callable[[int], Options],
+    order: Callable[[int], int],
+    home: Options,
+    nodes_per_engine: int = 1,
 ) -> Places:
-    """`order`: the place of a bundle's node among the nodes. Ranks go through the nodes in this order, and so do the
-    workers of an engine."""
-    at = functools.partial(_at, group)
+    """`at`: Ray's options for a bundle. `order`: the place of its node among the nodes. Ranks go through the nodes in
+    this order, and so do the workers of an engine."""
     first, worlds = 0, list[list[Options]]()
     if not config.debug.debug_rollout_only:
         for _ in _worlds(config):

@@ -11,6 +11,7 @@ from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.engine import EngineProcess, FollowerProcess
 from vime.backends.vllm_utils.process import ServerProcess
 from vime.config.parse import parse
+from vime.ray import engines, managed_engine
 from vime.ray.followers import Followers
 from vime.types import EngineLostError
 
@@ -59,6 +60,40 @@ def test_an_engine_that_loses_a_part_is_lost_ends_whole_and_starts_again(start_f
             0
         ]
     fleet.check_until(lambda: has_ended(first) and has_ended(second))
+    assert fleet.publish(1) == ["engine-0", "engine-1"]
+    assert fleet.versions(8) == {"1"}
+
+
+def test_an_engine_whose_second_node_has_died_starts_on_other_nodes_when_there_are_some(
+    start_fleet, monkeypatch
+) -> None:
+    """Which nodes Ray gives it is test_placement.py's."""
+    monkeypatch.setattr(engines, "NODES_S", 0.0)
+    fleet = start_fleet(2, *TWO, parts=2)
+    fleet.publish(0)
+    moving = fleet.engines.find("engine-1")
+    old, new, left, looks = moving.place, [{}, {}], [], iter([None, None])
+
+    class OtherNodes:
+        def __init__(self, _config, *, waits) -> None:
+            assert waits
+
+        def find(self):
+            return next(looks, new)
+
+        def give_back(self) -> None: ...
+
+    monkeypatch.setattr(managed_engine, "has_nodes", lambda place: place is not old)
+    monkeypatch.setattr(managed_engine, "leave_place", left.append)
+    monkeypatch.setattr(managed_engine, "ExtraPlace", OtherNodes)
+    first = fleet.server(1)
+    fleet.further_server(1).kill()
+    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
+    kinds = ("lost", "starting", "without_node", "starting", "ready")
+    assert fleet.events() == [(f"engine_{kind}", "engine-1") for kind in kinds]
+    assert left == [old]
+    assert moving.place is new
+    fleet.check_until(lambda: has_ended(first))
     assert fleet.publish(1) == ["engine-0", "engine-1"]
     assert fleet.versions(8) == {"1"}
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,15 +25,13 @@ from vime.utils.device import see_only, visible_device
 def found(tmp_path_factory):
     output = tmp_path_factory.mktemp("placement") / "found.json"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
-    with output.open("w") as file:
-        subprocess.run(
-            [sys.executable, "-m", "tests.helpers.placement_cases"],
-            cwd=ROOT,
-            env={**environment, "RAY_AUTH_MODE": "disabled"},
-            stdout=file,
-            check=True,
-            timeout=300,
-        )
+    subprocess.run(
+        [sys.executable, "-m", "tests.helpers.placement_cases", output],
+        cwd=ROOT,
+        env={**environment, "RAY_AUTH_MODE": "disabled"},
+        check=True,
+        timeout=300,
+    )
     return json.loads(output.read_text())
 
 
@@ -51,6 +50,19 @@ def test_eight_ranks_are_on_one_node_each_with_a_gpu_of_it_and_the_engines_on_th
     assert {node for node, _ in engines} == {"gpu-0", "gpu-1"} - {world[0][0]}
     assert sorted(gpus for _, gpus in engines) == [["0"], ["1"], ["2"], ["3"]]
     assert case["home"] == ["head", []], "the driver's node, which has no GPU"
+
+
+def test_an_engine_over_several_nodes_leaves_one_that_has_died_when_another_has_room(found):
+    """What it had on the node that is left is given back first: it is needed for the new place."""
+    case = found["4 engines of 16, a node dies and another comes"]
+    [moved] = [index for index, nodes in enumerate(case["before"]) if "gpu-3" in nodes]
+    assert case["found"] == [True] * 4
+    assert case["without"] == [index != moved for index in range(4)]
+    assert case["ended"] == case["to start"] == [f"engine-{moved}"]
+    [kept] = set(case["before"][moved]) - {"gpu-3"}
+    expected = [*case["before"]]
+    expected[moved] = sorted([kept, "gpu-8"])
+    assert case["after"] == expected
 
 
 def test_an_engine_as_large_as_a_node_gets_one(found):
@@ -193,7 +205,7 @@ def test_a_node_without_the_environment_or_the_files_is_named(found):
 def test_ranks_go_through_the_nodes_in_order_also_where_a_node_has_two_bundles():
     config = parse(["--device", "cuda", "--actor-num-nodes", "4", "--actor-num-gpus-per-node", "2"])
     node_of_bundle = {0: 1, 1: 0, 2: 1, 3: 0, 4: 0}
-    places = placement._places(config, PlacementGroup.empty(), node_of_bundle.__getitem__, {})
+    places = placement._places(config, partial(placement._at, PlacementGroup.empty()), node_of_bundle.__getitem__, {})
     [world] = places.worlds
     taken = [place["scheduling_strategy"].placement_group_bundle_index for place in world]
     assert taken == [1, 1, 3, 3, 0, 0, 2, 2]
@@ -208,7 +220,9 @@ def test_the_workers_of_an_engine_go_through_its_nodes_in_order():
     """So that its first stage, or the first ranks of a group, are beside the next: bundle 0 is of ranks."""
     config = parse(["--device", "cuda", "--actor-num-gpus-per-node", "1", *("--rollout-num-engines", "2")])
     node_of_bundle = {0: 9, 1: 3, 2: 1, 3: 2, 4: 5, 5: 4, 6: 0}
-    places = placement._places(config, PlacementGroup.empty(), node_of_bundle.__getitem__, {}, 3)
+    places = placement._places(
+        config, partial(placement._at, PlacementGroup.empty()), node_of_bundle.__getitem__, {}, 3
+    )
     assert [[numbered(place) for place in engine] for engine in places.engines] == [[2, 3, 1], [6, 5, 4]]
 
 
