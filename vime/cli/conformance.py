@@ -17,7 +17,7 @@ from vime.cli.commands import Commands
 from vime.cli.producers import add_token, token_of
 from vime.gateway.check import Check
 from vime.gateway.conformance import check_gateway
-from vime.gateway.judge import Session, judge
+from vime.gateway.judge import PUTS, Session, judge
 from vime.gateway.scripted import GROUPS, PRODUCER, ScriptedGateway
 from vime.types import ConfigError
 from vime.utils.waits import waiting
@@ -116,7 +116,8 @@ def _watch(process: subprocess.Popen[bytes], gateway: ScriptedGateway, timeout_s
     ends, newest = time.monotonic() + timeout_s, gateway.manifests[-1].version
     with waiting("a producer to go through the script", "producer", deadline_s=timeout_s):
         while process.poll() is None and time.monotonic() < ends:
-            lasted = time.monotonic() - gateway.records[0].began if gateway.records else 0.0
+            puts = [record.began for record in gateway.records if record.path in PUTS]  # its engines may start late
+            lasted = time.monotonic() - puts[0] if puts else 0.0
             is_through = gateway.committed >= GROUPS and gateway.gateway.weights.has_confirmed(PRODUCER, newest)
             if is_through and lasted > 2 * gateway.lease_timeout_s:  # long enough to need heartbeats
                 break

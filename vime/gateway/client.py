@@ -114,7 +114,7 @@ class GatewayClient:
         if self._session is None:
             self._session = HttpSession(is_outside=True)
         patience_s = self._patience_s if patience_s is None else patience_s
-        ends, pause_s = time.monotonic() + patience_s, FIRST_PAUSE_S
+        ends, pause_s, wanted_s = time.monotonic() + patience_s, FIRST_PAUSE_S, 0.0
         with waiting(f"the gateway's response to {path}", "gateway", deadline_s=patience_s):
             while True:
                 try:
@@ -131,8 +131,9 @@ class GatewayClient:
                         "SSL_CERT_FILE, or correct the address."
                     ) from error
                 except HttpFailure as error:
-                    problem = str(error)
+                    problem, wanted_s = str(error), 0.0
                 else:
+                    wanted_s = min(response.retry_after_s, CALL_S)
                     is_done = response.status in (200, 206)
                     if is_done and (result := read(response)) is not None:
                         return result
@@ -145,8 +146,8 @@ class GatewayClient:
                         f"{self.url}{path}: not done within {patience_s:g} s; the last try: {problem}. Does the "
                         "trainer run? Start the job again when it does."
                     )
-                logger.info("%s is repeated in %.1f s: %s", path, pause_s, problem)
-                await asyncio.sleep(pause_s)
+                logger.info("%s is repeated in %.1f s: %s", path, max(pause_s, wanted_s), problem)
+                await asyncio.sleep(max(pause_s, wanted_s))
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 

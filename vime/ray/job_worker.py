@@ -39,6 +39,13 @@ class Loader(Protocol):
     async def report(self, version: Version) -> None: ...
 
 
+async def renew(client: GatewayClient, registered: m.Registered) -> None:
+    """Send heartbeats, where no worker does. Waits for: the clock."""
+    while True:
+        await asyncio.sleep(min(registered.lease_timeout_s / 3, HEARTBEAT_S))
+        await client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)
+
+
 class JobWorker(GroupWorker):
     """`weights`: what the engines of this job hold; the version that the gateway serves is loaded before prompts are
     taken."""
@@ -57,6 +64,7 @@ class JobWorker(GroupWorker):
         self._max_running = num_prompts
         self._version: Version = -1  # of the weights that were confirmed last
         self._leases: dict[Task, str] = {}
+        self._being_put: set[Task] = set()
         self._lease_calls, self._lease_answers = 0, 0
         self._ended = asyncio.Event()
         self._is_ending = False
@@ -99,7 +107,7 @@ class JobWorker(GroupWorker):
             if granted.lags:
                 await self._load(granted.serving)
             if granted.prompts:
-                renewing = asyncio.create_task(self._renew())
+                renewing = asyncio.create_task(renew(self._client, self._registered))
                 try:
                     async with asyncio.TaskGroup() as tasks:
                         for prompt in granted.prompts:
@@ -116,7 +124,7 @@ class JobWorker(GroupWorker):
         for sample in samples:
             sample.rollout_id = before_round
         samples = await generate_and_rm_group(self._args, samples, params, evaluation=True)
-        error = error_of(samples)
+        error = error_of(samples) or _failed(samples)
         unusable = [sample.status for sample in samples if sample.status in UNUSABLE]
         if unusable and not error:
             raise EngineError(f"evaluation {prompt.set}, prompt {prompt.group}: ended {unusable[0]}.")
@@ -128,12 +136,6 @@ class JobWorker(GroupWorker):
             if refused.code not in LOST:
                 raise
             logger.warning("evaluation %s, prompt %d: %s", prompt.set, prompt.group, refused)
-
-    async def _renew(self) -> None:
-        """Waits for: the clock."""
-        while True:
-            await asyncio.sleep(min(self._registered.lease_timeout_s / 3, HEARTBEAT_S))
-            await self._client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)
 
     async def take(self) -> list[Assignment]:
         """Return the next prompts; none when the run is over. Its gateway may be gone then, so no call is waited for
@@ -185,6 +187,8 @@ class JobWorker(GroupWorker):
                 self._over.set()
             for task, work in list(self._running.items()):
                 is_lost = task in known and known[task] not in alive.leases and not work.done()
+                if task in self._being_put and not self.is_exhausted:
+                    continue  # its lease may be over because the group counts already: the put says so
                 if self.is_exhausted or is_lost:
                     work.cancel(f"group {task.group}: its lease has gone to another producer, or the run is over")
             unknown = set(alive.leases).difference(known.values(), self._leases.values())
@@ -213,11 +217,13 @@ class JobWorker(GroupWorker):
             logger.warning("group %d: %s", assignment.task.group, error)
             self.stats.late_groups += 1
         finally:
+            self._being_put.discard(assignment.task)
             self._leases.pop(assignment.task, None)
 
     async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:
         """Put the group; it counts when this returns."""
         given = [self._given(sample, self._registered.extra_fields) for sample in samples]
+        self._being_put.add(assignment.task)
         await self._put("/v1/groups", m.PutGroup(lease=self._leases[assignment.task], samples=given), m.Put)
         self.stats.committed_groups += 1
 
@@ -244,13 +250,14 @@ class JobWorker(GroupWorker):
         return oldest_allowed(self._args, newest)
 
     async def leave(self) -> None:
-        """Give every lease to others at once."""
-        if self.is_exhausted:  # there is none, and the run may have ended
-            return
+        """Give every lease to others at once. When no prompt is left the gateway may be gone, and is asked once."""
         try:
-            await self._client.call("/v1/producers/leave", m.Leave(), m.Left, patience_s=LEAVE_S)
-        except VimeError as error:  # a lease that is not renewed ends by itself
-            logger.warning("the leases of this job are not given back: %s", error)
+            async with asyncio.timeout(LEAVE_S):
+                patience_s = 0.0 if self.is_exhausted else LEAVE_S
+                await self._client.call("/v1/producers/leave", m.Leave(), m.Left, patience_s=patience_s)
+        except (VimeError, TimeoutError) as error:  # a lease that is not renewed ends by itself
+            level = logging.INFO if self.is_exhausted else logging.WARNING
+            logger.log(level, "the job could not leave: %s", error)
 
     async def _load(self, version: Version) -> None:
         if version < 0:  # the trainer has not written the first weights
@@ -302,6 +309,12 @@ class JobWorker(GroupWorker):
 def _packed(numbers: Sequence[float], kind: str) -> bytes:
     """A column as the protocol packs it, which the gateway reads in far less time than a list."""
     return np.asarray(numbers, kind).tobytes()
+
+
+def _failed(samples: Sequence[Sample]) -> str:
+    """Return why a sample of an evaluation has failed; empty when none has."""
+    reasons = [str(each.metadata.get("session_reason", "")) for each in samples if each.status is SampleStatus.FAILED]
+    return f"a sample has failed: {reasons[0] or 'its generate function says so'}" if reasons else ""
 
 
 def _samples_of(prompt: m.Prompt | m.EvalPrompt) -> list[Sample]:

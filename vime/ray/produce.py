@@ -32,7 +32,7 @@ from vime.observability.screen import Screen
 from vime.ray.cluster import limit_threads, start_ray, stop_ray
 from vime.ray.engines import Engines
 from vime.ray.interrupts import Interrupts, children_outlive_the_terminal
-from vime.ray.job_worker import JobWorker
+from vime.ray.job_worker import JobWorker, renew
 from vime.ray.placement import reserved
 from vime.ray.preflight import read_command_line
 from vime.ray.relaunch import Program
@@ -198,11 +198,21 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
         said = m.Register(model=Path(config.model.hf_checkpoint).name, engines=config.cluster.num_engines)
         registering = loop.submit(client.call("/v1/producers/register", said, m.Registered))
 
+        renewing = list[Future[None]]()
+
         def poll() -> None:
-            """The gateway may refuse this job while its engines start, and may itself come later than they do."""
+            """The gateway may refuse this job while its engines start, and may itself come later than they do. A job
+            that has registered sends heartbeats from then on."""
             interrupts.raise_if_asked("start-up")
             if registering.done():
-                _refuse_other_sampling(config, registering.result())
+                registered = registering.result()
+                _refuse_other_sampling(config, registered)
+                if not renewing:
+                    renewing.append(loop.submit(renew(client, registered)))
+                elif renewing[0].done():
+                    renewing[0].result()
+
+        stack.callback(lambda: [each.cancel() for each in renewing])
 
         stack.callback(stop_ray)
         screen.stage("starting Ray")
@@ -230,6 +240,8 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
             num_prompts=config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size,
         )
         screen.stage("generating")
+        for each in renewing:  # the worker sends them
+            each.cancel()
         work = loop.submit(worker.run())
         try:
             _wait(work, "prompts of the run", interrupts, engines)

@@ -51,6 +51,8 @@ class Response:
     status: int
     content: bytes
     content_type: str = ""
+    retry_after_s: float = 0.0
+    """How long the server wants the same call not to be repeated; 0 when it does not say so in seconds."""
 
     def described(self) -> str:
         """Return the status and the beginning of the content, for an error message."""
@@ -99,7 +101,9 @@ class HttpSession:
                     method, url, data=body, headers=headers, allow_redirects=self._is_outside
                 ) as response,
             ):
-                return Response(response.status, await response.read(), response.content_type)
+                wait = response.headers.get("Retry-After", "")
+                wait_s = float(wait) if wait.isascii() and wait.isdecimal() and len(wait) < 6 else 0.0
+                return Response(response.status, await response.read(), response.content_type, wait_s)
         except aiohttp.ClientConnectorCertificateError as error:
             raise HttpUntrusted(str(error.certificate_error)) from error
         except (aiohttp.ClientError, OSError) as error:

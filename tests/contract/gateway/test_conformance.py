@@ -252,6 +252,19 @@ def test_the_python_producer_of_the_examples_passes_every_check(tmp_path):
     assert judged(command, model=model, lease_timeout_s=6.0) == {}
 
 
+@pytest.mark.timeout(300)
+def test_our_own_job_passes_every_check(tiny_task, tmp_path):
+    """Its engine is a scripted one; it leases one prompt at a time, so that some are left for the second version."""
+    job = (
+        f"-m vime produce $VIME_GATEWAY --run-dir {tmp_path / 'job'} --hf-checkpoint {tiny_task.model} "
+        f"--custom-rm-path {tiny_task.reward} --device cpu --rollout-batch-size 1 --n-samples-per-prompt 2 "
+        "--rollout-max-response-len 12 --rollout-max-context-len 64 "
+        "--debug-engine-module vime.backends.vllm_utils.scripted_server"
+    )
+    command = f"cd {ROOT}; exec {sys.executable} {job}"
+    assert judged(command, model=tiny_task.model, lease_timeout_s=6.0, timeout_s=200.0) == {}
+
+
 @needs_node
 def test_the_javascript_producer_of_the_examples_passes_every_check(tmp_path):
     model = write_model_directory(tmp_path / "model")
