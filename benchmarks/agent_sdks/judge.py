@@ -150,37 +150,44 @@ def _goes_on(later: Generation, earlier: Generation) -> bool:
 def _judge_row(verdict: Verdict, session: str, row: Sample, said: Sequence[Generation]) -> None:
     """Walk over the trained tokens: each stretch must be what an engine said to exactly the tokens before it."""
     tokens, begin = tuple(row.tokens), row.prompt_length
-    versions = [span.version for span in row.token_policy_versions for _ in range(span.start, span.end)]
     mask = list(row.loss_mask or [1] * row.response_length)
     place = begin
     while place < len(tokens):
         if not mask[place - begin]:
             place += 1
             continue
-        for generation in sorted(said, key=lambda each: each.trained):
-            if generation.prompt != tokens[:place]:
-                continue
-            end = next(
-                (
-                    place + len(ids)
-                    for ids, log_probs, their_versions, _ in generation.said
-                    if ids
-                    and tokens[place : place + len(ids)] == ids
-                    and tuple(row.rollout_log_probs[place - begin : place - begin + len(ids)]) == log_probs
-                    and tuple(versions[place - begin : place - begin + len(ids)]) == their_versions
-                    and all(mask[place - begin : place - begin + len(ids)])
-                ),
-                None,
-            )
-            if end is not None:
-                generation.trained += 1
-                verdict.turns += 1
-                verdict.tokens += end - place
-                place = end
-                break
-        else:
+        # Of several to the same prompt one that is not trained yet, and of these the longest: the beginning of a turn
+        # that was aborted and sampled anew says the same.
+        fitting = [(generation, _end_of(generation, row, tokens, place)) for generation in said]
+        fitting = [(generation, end) for generation, end in fitting if end]
+        if not fitting:
             verdict.differ.append(f"session {session}: from token {place} on it is what no engine said")
             return
+        generation, end = min(fitting, key=lambda each: (each[0].trained, -each[1]))
+        generation.trained += 1
+        verdict.turns += 1
+        verdict.tokens += end - place
+        place = end
+
+
+def _end_of(generation: Generation, row: Sample, tokens: tuple[int, ...], place: int) -> int:
+    """Return the place behind what this generation says at `place` of the row, all of it trained with its
+    log-probabilities and versions; 0 when it says something else."""
+    if generation.prompt != tokens[:place]:
+        return 0
+    begin = row.prompt_length
+    versions = [span.version for span in row.token_policy_versions for _ in range(span.start, span.end)]
+    mask = list(row.loss_mask or [1] * row.response_length)
+    ends = [
+        place + len(ids)
+        for ids, log_probs, their_versions, _ in generation.said
+        if ids
+        and tokens[place : place + len(ids)] == ids
+        and tuple(row.rollout_log_probs[place - begin : place - begin + len(ids)]) == log_probs
+        and tuple(versions[place - begin : place - begin + len(ids)]) == their_versions
+        and all(mask[place - begin : place - begin + len(ids)])
+    ]
+    return max(ends, default=0)
 
 
 def main() -> int:

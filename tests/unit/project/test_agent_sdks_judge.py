@@ -150,6 +150,17 @@ def test_a_turn_sampled_anew_is_a_fault_unless_sessions_outlive_their_server(tmp
     assert (len(other.untrained), other.sampled_anew) == (1, 0)
 
 
+def test_the_beginning_of_a_turn_that_was_aborted_and_sampled_anew_is_no_departure(tmp_path: Path) -> None:
+    """The engine says the same again, and the journal has the beginning first."""
+    rows, lines = rows_and_lines()
+    (whole,) = lines[3]["choices"]
+    beginning = {name: value[:1] for name, value in whole.items()} | {"reason": "abort"}
+    lines.insert(3, lines[3] | {"request": "aborted", "choices": [beginning]})
+    faults(tmp_path, rows, lines)
+    verdict = judge([rows], read_journal(tmp_path), groups=1, samples=2, sessions_outlive=True)
+    assert (verdict.faults, verdict.sampled_anew) == ([], 1)
+
+
 def test_a_group_that_two_rounds_trained_is_named_sample_by_sample(tmp_path: Path) -> None:
     assert faults(tmp_path, *rows_and_lines(), rounds=2)["twice"] >= 2
 
