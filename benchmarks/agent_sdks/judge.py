@@ -123,8 +123,7 @@ def _judge_session(
     for row in rows:
         _judge_row(verdict, session, row, said)
     if outlives:
-        trained = {each.prompt for each in said if each.trained}
-        again = [each for each in said if each.trained == 0 and each.prompt in trained]
+        again = _sampled_anew(said)
         verdict.sampled_anew += len(again)
         said = [each for each in said if each not in again]
     for generation in said:
@@ -139,6 +138,17 @@ def _judge_session(
         verdict.other_rows.append(
             f"session {session} of {program}: {len(rows)} rows of {num_branches} branches, wanted {wanted}"
         )
+
+
+def _sampled_anew(said: Sequence[Generation]) -> list[Generation]:
+    """Return the generations that were not trained because their turn was sampled anew: those to a prompt that another
+    one was trained for, and what went on with them after an abort."""
+    prompts, found = {each.prompt for each in said if each.trained}, list[Generation]()
+    for _ in said:
+        more = [each for each in said if not each.trained and each.prompt in prompts and each not in found]
+        found += more
+        prompts |= {each.prompt + tokens for each in more for tokens, *_, reason in each.said if reason == "abort"}
+    return found
 
 
 def _goes_on(later: Generation, earlier: Generation) -> bool:

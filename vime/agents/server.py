@@ -33,7 +33,7 @@ from vime.sessions.offers import Offer, Offers
 from vime.sessions.server import make_routes
 from vime.sessions.service import Live, ReplyParser, Sessions, hash_of
 from vime.sessions.splice import Message
-from vime.sessions.store import AGENTS_ELSEWHERE, Budget, Call, Reply, SessionStore, keep_sessions
+from vime.sessions.store import AGENTS_ELSEWHERE, Budget, Call, Reply, SessionStore, State, keep_sessions
 from vime.sessions.tokenizer import HfChatTokenizer
 from vime.types import ConfigError, Sample
 from vime.utils.http_server import HttpServer
@@ -69,7 +69,8 @@ class AgentServer:
             idle_s=args.agent_timeout_secs,
         )
         self._timeout_s = generate_deadline_s(args.config)
-        self._ended: deque[Live] = deque()
+        self._ended: deque[Live] = deque()  # claimed ones that may be needed after a restart
+        self._ended_here: deque[Live] = deque()  # all others
         slots = args.rollout_batch_size * (1 + args.transferqueue_max_staleness)
         # one that has ended may wait for the others of its group, and is needed again after a restart
         self._most_ended = max(KEPT_SESSIONS, 2 * slots * args.n_samples_per_prompt)
@@ -106,6 +107,8 @@ class AgentServer:
             live.context = _context_of(session.group_index)
             self.sessions.begin_again(live)  # its agent could not ask meanwhile
             self.offers.expect(live, patience_s=self.sessions.idle_s)
+            if session.state is not State.OPEN:  # its group may be committed: then nobody asks for it again
+                self._ended.append(live)
         # A context of its own: that of the group which happens to be the first would record every agent's requests as
         # its own, and end them when it ends.
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), context=contextvars.Context())
@@ -124,6 +127,7 @@ class AgentServer:
             live = self.sessions.by_id(session.id)
             live.context = _context_of(request_priority())
         else:
+            self._ended = deque(each for each in self._ended if each is not live)
             session, key = live.session, self._key_of(live.session.id)
             logger.info(
                 "session %s of sample %d, group %d goes on (%s, %d turns)",
@@ -200,12 +204,18 @@ class AgentServer:
 
     async def retire(self, live: Live) -> None:
         """Note that the rows of the session were taken; the oldest of many is deleted."""
-        self._ended.append(live)
+        ended, most = self._ended_here, KEPT_SESSIONS
+        if self._outlives and live.session.claim is not None:
+            ended, most = self._ended, self._most_ended
+        ended.append(live)
         place = (live.session.group_index, live.session.index)
         if self._newest.get(place) is live:
             del self._newest[place]
-        while len(self._ended) > self._most_ended:
-            oldest = self._ended.popleft()
+        while len(ended) > most:
+            oldest = ended.popleft()
+            place = (oldest.session.group_index, oldest.session.index)
+            if self._kept.get(place) is oldest:
+                del self._kept[place]
             self.offers.forget(oldest)
             await self.sessions.delete(oldest)
 

@@ -208,8 +208,12 @@ class EvalPrompts(Message):
     is_over: bool = False  # no evaluation will come any more
 
 
+SAMPLE_FAILED = "a sample has failed: "
+
+
 class PutEvaluated(Message):
-    """The completions of one prompt of an evaluation; or instead of them why they have no reward."""
+    """The completions of one prompt of an evaluation; or instead of them why they have no reward. An error that begins
+    with SAMPLE_FAILED says that there was nothing to reward: an agent broke, say."""
 
     lease: Name
     samples: Annotated[list[GivenSample], Meta(max_length=4096)] = []

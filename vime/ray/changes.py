@@ -110,7 +110,7 @@ class FleetChanges:
 
 class _Rooms:
     """Where added engines lie. The place of a drained engine that the run began with is kept for the next one: Ray
-    takes no single bundle back. One that an added engine had is given back."""
+    takes no single bundle back. One that an added engine had is given back, and that of a divided one."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -132,7 +132,9 @@ class _Rooms:
     def left(self, engine: str, options: EnginePlace) -> None:
         """An engine is no more that was started with these options."""
         place = self._of.pop(engine, None)
-        if place is not None:
+        if len(options) > 1:  # a divided engine has a group of its own, which is another one when it has moved
+            leave_place(options)
+        elif place is not None:
             self.leave(place)
         elif options:
             self._kept.append(options)
@@ -140,9 +142,6 @@ class _Rooms:
     def give_back(self) -> None:
         for place in self._of.values():
             place.give_back()
-        for options in self._kept:
-            if len(options) > 1:  # of a divided engine alone
-                leave_place(options)
         self._of.clear()
 
 

@@ -40,10 +40,11 @@ class Loader(Protocol):
 
 
 async def renew(client: GatewayClient, registered: m.Registered) -> None:
-    """Send heartbeats, where no worker does. Waits for: the clock."""
-    while True:
+    """Send heartbeats, where no worker does, until one is answered with the end of the run. Waits for: the clock."""
+    is_exhausted = False
+    while not is_exhausted:
         await asyncio.sleep(min(registered.lease_timeout_s / 3, HEARTBEAT_S))
-        await client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)
+        is_exhausted = (await client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)).is_exhausted
 
 
 class JobWorker(GroupWorker):
@@ -314,7 +315,7 @@ def _packed(numbers: Sequence[float], kind: str) -> bytes:
 def _failed(samples: Sequence[Sample]) -> str:
     """Return why a sample of an evaluation has failed; empty when none has."""
     reasons = [str(each.metadata.get("session_reason", "")) for each in samples if each.status is SampleStatus.FAILED]
-    return f"a sample has failed: {reasons[0] or 'its generate function says so'}" if reasons else ""
+    return f"{m.SAMPLE_FAILED}{reasons[0] or 'its generate function says so'}" if reasons else ""
 
 
 def _samples_of(prompt: m.Prompt | m.EvalPrompt) -> list[Sample]:

@@ -113,8 +113,8 @@ def reserved(
     pins = _pinned(bundles, on_poll) if per_engine > 1 else None
     groups = _groups(bundles, pins)
     try:
-        for group, _ in groups:
-            _wait(group, bundles, on_poll)
+        for group, numbers in groups:
+            _wait(group, [bundles[number] for number in numbers], on_poll)
         home = _home(config, nodes_of_cluster())  # now: with what the groups have left
         at, by_bundle = dict[int, Options](), dict[int, str]()
         for group, numbers in groups:

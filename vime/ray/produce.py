@@ -240,8 +240,10 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
             num_prompts=config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size,
         )
         screen.stage("generating")
-        for each in renewing:  # the worker sends them
-            each.cancel()
+        for each in renewing:
+            if not each.cancel():  # else the worker sends them
+                each.result()
+                return  # the run has ended, has said so, and its gateway may be gone
         work = loop.submit(worker.run())
         try:
             _wait(work, "prompts of the run", interrupts, engines)

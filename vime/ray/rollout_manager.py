@@ -21,6 +21,7 @@ from vime.config.deadlines import rollout_deadline_s
 from vime.config.parse import Args, Config
 from vime.config.queue_checks import BUFFER
 from vime.data.rows import GroupFacts, TrainRow, check_versions
+from vime.gateway.messages import SAMPLE_FAILED
 from vime.handoff.group_store import Handle, PayloadStore, StoredGroup, groups_partition
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import RoundLease
@@ -44,7 +45,7 @@ from vime.rollout import sample_recorder  # by its module: Ray copies what an ac
 from vime.rollout.convert import encoded_group, set_custom_rewards
 from vime.rollout.coordinator import RoundCoordinator, TakenGroup, Workers
 from vime.rollout.early_batches import EarlyBatches
-from vime.rollout.evaluate import eval_data_sets, eval_groups, judged
+from vime.rollout.evaluate import eval_data_sets, eval_groups, judged, mark_failed
 from vime.rollout.generation import use_engine_key
 from vime.rollout.metrics import sample_metrics
 from vime.rollout.plugins import load_data_source, load_rollout_function
@@ -428,7 +429,9 @@ class RolloutManager:
             groups = eval_groups(one, prompts, rollout_id)
             for number, prompted in enumerate(groups):
                 result = results[one.name, number]
-                if isinstance(result, str):
+                if isinstance(result, str) and result.startswith(SAMPLE_FAILED):
+                    mark_failed(prompted, result.removeprefix(SAMPLE_FAILED))
+                elif isinstance(result, str):
                     mark(prompted, result)
                 else:
                     groups[number] = result

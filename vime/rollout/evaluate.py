@@ -89,6 +89,13 @@ def judged(
     return samples, metrics
 
 
+def mark_failed(samples: list[Sample], reason: str) -> None:
+    """Mark a prompt one of whose samples has failed elsewhere."""
+    for sample in samples:
+        sample.status = SampleStatus.FAILED
+        sample.metadata = {**sample.metadata, "session_reason": reason}
+
+
 def eval_groups(one: EvalSet, prompts: Prompts, rollout_id: int) -> list[list[Sample]]:
     """Return a group of new samples for each prompt of a set. DataError when an image has changed since the start: the
     others would be a different evaluation."""

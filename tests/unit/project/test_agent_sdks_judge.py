@@ -159,6 +159,12 @@ def test_the_beginning_of_a_turn_that_was_aborted_and_sampled_anew_is_no_departu
     faults(tmp_path, rows, lines)
     verdict = judge([rows], read_journal(tmp_path), groups=1, samples=2, sessions_outlive=True)
     assert (verdict.faults, verdict.sampled_anew) == ([], 1)
+    rest = {name: value[1:] for name, value in whole.items()} | {"reason": "stop"}
+    goes_on = [*lines[3]["prompt"], *beginning["tokens"]]
+    lines.append(lines[3] | {"request": "continued", "prompt": goes_on, "choices": [rest]})  # and lost with its server
+    faults(tmp_path, rows, lines)
+    verdict = judge([rows], read_journal(tmp_path), groups=1, samples=2, sessions_outlive=True)
+    assert (verdict.faults, verdict.sampled_anew) == ([], 2)
 
 
 def test_a_group_that_two_rounds_trained_is_named_sample_by_sample(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.rollout_setup import make_args, write_model_directory
 from vime.gateway import messages as m
 from vime.gateway.client import RefusedError
-from vime.ray.job_worker import JobWorker
+from vime.ray.job_worker import JobWorker, renew
 from vime.types import RewardError, Sample, SampleStatus, VersionSpan
 
 REGISTERED = m.Registered(
@@ -112,6 +112,14 @@ def test_a_job_that_a_heartbeat_told_of_the_end_waits_for_no_lease_any_longer(tm
     assert run_with(gateway, tmp_path).is_exhausted
     assert "/v1/leases" in gateway.asked
     assert gateway.asked[-1] == "/v1/producers/leave"
+
+
+@pytest.mark.timeout(60)
+def test_heartbeats_before_the_worker_begins_end_when_the_run_does():
+    """Their answer was the only news: the gateway waits for nobody whom it has told."""
+    alive = Gateway(m.Alive(leases=[], serving=0, is_exhausted=True))
+    asyncio.run(asyncio.wait_for(renew(alive, REGISTERED), 30))
+    assert alive.asked == ["/v1/producers/heartbeat"]
 
 
 @pytest.mark.timeout(60)
