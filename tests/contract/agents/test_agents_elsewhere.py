@@ -470,7 +470,7 @@ def test_a_claim_whose_session_does_not_come_again_gets_another_one_in_the_end(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offers, "CLAIM_S", 0.2)
-    args = listening.args(*STREAMING, "--agent-timeout-secs", "2")
+    args = listening.args(*STREAMING, "--agent-timeout-secs", "8")
     future = listening.offer(args, sample())
     lost = listening.claim("a").json()
     future.cancel()
