@@ -305,7 +305,7 @@ def test_the_key_stays_when_the_process_starts_again_and_old_sessions_are_unknow
     future = listening.offer(args, sample())
     headers, old = listening.headers, listening.claim("a").json()
     future.cancel()
-    rollout_loop().run(server._SERVERS.pop().close(), name="the server of sessions to end", timeout_s=30)
+    ends()
     future = listening.offer(args, sample())
     assert play_status(old) == 401
     new = listening.claim("a", headers=headers).json()
@@ -317,11 +317,16 @@ def test_the_key_stays_when_the_process_starts_again_and_old_sessions_are_unknow
 STREAMING = ("--enable-vime-transfer-queue", "--transferqueue-mode", "streaming")
 
 
-def starts_again(newest: int = 0) -> int:
-    """The process ends, and the driver of the next one looks at what it left. How many sessions can go on."""
+def ends() -> Path:
+    """The process ends. Where its sessions lie."""
     ended = server._SERVERS.pop()
     rollout_loop().run(ended.close(), name="the server of sessions to end", timeout_s=30)
-    return forget_sessions(ended.path, newest=newest, oldest=0)[0]
+    return ended.path
+
+
+def starts_again(newest: int = 0) -> int:
+    """The process ends, and the driver of the next one looks at what it left. How many sessions can go on."""
+    return forget_sessions(ends(), newest=newest, oldest=0)[0]
 
 
 def turn(task: dict[str, Any], *said: str) -> str:
@@ -417,8 +422,7 @@ def test_a_worker_that_starts_again_alone_offers_what_nobody_plays(listening: Li
     finish(listening.claim().json(), {"failed": "its container died"})
     futures[0].result(60)
     futures[1].cancel()
-    ended = server._SERVERS.pop()
-    rollout_loop().run(ended.close(), name="the server of sessions to end", timeout_s=30)
+    ends()
     again = [listening.offer(args, sample(index)) for index in range(2)]
     for reward in (0.25, 0.5):
         play(listening.claim().json(), {"reward": reward})
@@ -492,14 +496,13 @@ def test_a_damaged_file_is_set_aside_and_its_samples_are_offered_anew(
     future = listening.offer(args, sample())
     task = listening.claim().json()
     future.cancel()
-    ended = server._SERVERS.pop()
-    rollout_loop().run(ended.close(), name="the server of sessions to end", timeout_s=30)
-    content = bytearray(ended.path.read_bytes())
+    path = ends()
+    content = bytearray(path.read_bytes())
     content[content.index(task["id"].encode()) + 20] ^= 1
-    ended.path.write_bytes(content)
-    keep_sessions(ended.path)
+    path.write_bytes(content)
+    keep_sessions(path)
     assert "All sessions of agents elsewhere end; the file is damaged.elsewhere.sqlite now" in caplog.text
-    assert ended.path.with_name("damaged.elsewhere.sqlite").read_bytes() == content
+    assert path.with_name("damaged.elsewhere.sqlite").read_bytes() == content
     again = listening.offer(args, sample())
     assert play_status(task) == 401
     play(listening.claim().json(), {"reward": 0.25})
@@ -549,6 +552,6 @@ def test_the_example_of_the_page_plays_samples_until_the_run_is_away_and_ends_at
         finally:
             first.kill()
     assert rewards == [1.0, 1.0]  # the engine says n0, then n1
-    rollout_loop().run(server._SERVERS.pop().close(), name="the server of sessions to end", timeout_s=30)
+    ends()
     second = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     assert second.stdout.endswith("0 sessions played\n")

@@ -7,16 +7,13 @@ session with a reward of its own, then claims another one, makes a turn, and is 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
-import pytest
-
+from tests.helpers.agents_outside import listening_flags, wait
 from tests.helpers.metrics_page import undocumented
 from tests.helpers.training import ROOT, TinyTask, Training
 from vime.handoff.audit import audit_run
@@ -24,10 +21,6 @@ from vime.observability.claims import read_claims
 from vime.utils.network import free_port
 
 ROUNDS, GROUPS, SAMPLES = 2, 2, 2
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role[0] + ':' + m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
 KILLED = """
 import pathlib, signal, sys
 import httpx
@@ -65,16 +58,9 @@ def test_two_programs_elsewhere_feed_a_run_and_one_that_is_killed_costs_one_grou
     tiny_task: TinyTask, tmp_path: Path
 ) -> None:
     port, marker, key = free_port(), tmp_path / "claimed", tmp_path / "key"
-    shutil.copytree(tiny_task.model, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "killed.py").write_text(KILLED)
-    flags = [
-        *tiny_task.flags(), "--hf-checkpoint", str(tmp_path / "model"), "--rollout-max-context-len", "200",
-        "--debug-engine-module", "vime.backends.vllm_utils.scripted_server", "--transferqueue-mode", "streaming",
-        "--num-rollout", str(ROUNDS), "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SAMPLES),
-        "--global-batch-size", str(GROUPS * SAMPLES),
-        "--agent-listen", f"127.0.0.1:{port}", "--agent-key-file", str(key), "--agent-timeout-secs", "15",
-    ]  # fmt: skip
+    flags = listening_flags(tiny_task, tmp_path, port, rounds=ROUNDS, groups=GROUPS, samples=SAMPLES)
+    flags += ["--agent-timeout-secs", "15"]
     url = f"http://127.0.0.1:{port}"
     example = [str(ROOT / "examples/agents/outside.py"), url, str(key), "--patience-secs", "10"]
     agents: list[subprocess.Popen[str]] = []
@@ -114,13 +100,3 @@ def test_two_programs_elsewhere_feed_a_run_and_one_that_is_killed_costs_one_grou
     assert dropped == 1  # the group whose sample the killed program had
     # Both samples of the first group were the killed program's; those of the four that were trained are the example's.
     assert said.endswith(f"\n{GROUPS * ROUNDS * SAMPLES} sessions played\n"), said
-
-
-def wait(training: Training, is_so: object) -> None:
-    assert callable(is_so)
-    ends = time.monotonic() + 240
-    while not is_so():
-        if training.process.poll() is not None:
-            pytest.fail(f"the run ended early:\n{training.so_far().output}")
-        assert time.monotonic() < ends, training.so_far().output
-        time.sleep(0.1)

@@ -7,18 +7,14 @@ before it asks for the next, and raises at the first thing that goes wrong. What
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import pytest
-
+from tests.helpers.agents_outside import listening_flags, wait
 from tests.helpers.training import TinyTask, Training
 from vime.cli.queue import newest_checkpoint
 from vime.handoff.audit import audit_run
@@ -28,10 +24,6 @@ from vime.utils.network import free_port
 
 ROUNDS, GROUPS, SAMPLES, TURNS = 4, 2, 2, 3
 AT = (1, 6)  # in these sessions the program waits behind its first turn until the test has killed something
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role[0] + ':' + m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
 PROGRAM = """
 import json, pathlib, sys, threading, time, uuid
 import httpx, openai
@@ -90,18 +82,10 @@ def test_agents_elsewhere_go_on_when_the_manager_is_killed_and_when_the_run_is(
     tiny_task: TinyTask, tmp_path: Path
 ) -> None:
     port, key, run_dir = free_port(), tmp_path / "key", tmp_path / "run"
-    shutil.copytree(tiny_task.model, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     (tmp_path / "program.py").write_text(PROGRAM)
     checkpoints = str(run_dir / "checkpoints")
-    flags = [
-        *tiny_task.flags(), "--hf-checkpoint", str(tmp_path / "model"), "--rollout-max-context-len", "200",
-        "--debug-engine-module", "vime.backends.vllm_utils.scripted_server", "--transferqueue-mode", "streaming",
-        "--num-rollout", str(ROUNDS), "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SAMPLES),
-        "--global-batch-size", str(GROUPS * SAMPLES), "--save-interval", "1", "--save", checkpoints,
-        "--load", checkpoints, "--agent-listen", f"127.0.0.1:{port}", "--agent-key-file", str(key),
-        "--agent-timeout-secs", "120",
-    ]  # fmt: skip
+    flags = listening_flags(tiny_task, tmp_path, port, rounds=ROUNDS, groups=GROUPS, samples=SAMPLES)
+    flags += ["--save-interval", "1", "--save", checkpoints, "--load", checkpoints, "--agent-timeout-secs", "120"]
     front = subprocess.Popen(
         [sys.executable, "-m", "vime", "sessions-front", f"http://127.0.0.1:{port}", "--patience-secs", "240"],
         stdout=subprocess.PIPE,
@@ -154,12 +138,3 @@ def test_agents_elsewhere_go_on_when_the_manager_is_killed_and_when_the_run_is(
                 trained[tuple(token for token, counts in mask if counts)] += 1
     assert trained == Counter(sum(ids, ()) for ids in said.values())  # token for token what its program was told
     assert all(line["train/num_rows"] == GROUPS * SAMPLES for line in run.metrics().values())
-
-
-def wait(training: Training, is_so: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 240
-    while not is_so():
-        if training.process.poll() is not None:
-            pytest.fail(f"the run ended early:\n{training.so_far().output}")
-        assert time.monotonic() < ends, training.so_far().output
-        time.sleep(0.1)
