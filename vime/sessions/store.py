@@ -229,7 +229,8 @@ def forget_sessions(path: Path, *, newest: Version, oldest: Version) -> tuple[in
     try:
         return _forget(path, newest, oldest)
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode & 0xFF in OF_THE_MACHINE:
+        # without a code: Python could not read what sqlite has returned, a text that is no UTF-8
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in OF_THE_MACHINE:
             what = "Make room on the disk, or end the program that uses the file, and start again"
             raise VimeError(f"{path}: cannot be read and written: {error}. {what}.") from error
         raise DamagedSessionsError(f"{path}: {error}") from error

@@ -258,7 +258,7 @@ def test_the_quick_start_is_played_by_a_program_in_another_terminal(clone: Clone
     )
     run = documented(
         "./scripts/quickstart.sh --hf-checkpoint runs/model-of-agents --agent-listen 127.0.0.1:8660 "
-        "--run-dir runs/elsewhere"
+        "--run-dir runs/elsewhere --transferqueue-mode streaming"
     )
     agent = documented("python examples/agents/outside.py http://127.0.0.1:8660 runs/elsewhere/agent-key")
     commands = [

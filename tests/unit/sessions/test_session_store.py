@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 import shutil
@@ -202,6 +203,15 @@ def test_what_a_kill_cut_off_is_no_damage(tmp_path: Path, monkeypatch: pytest.Mo
         counts.append(forget_sessions(place / "s.sqlite", newest=0, oldest=0)[0])
     assert counts == sorted(counts)  # a longer log has no less
     assert counts[-1] >= 19
+
+
+def test_a_text_that_is_no_text_is_damage_and_no_fault_of_ours(tmp_path: Path) -> None:
+    """sqlite looks at no text, and Python's own error has no code of sqlite."""
+    [path, *_] = sorted(left_files(tmp_path, [session(0)], is_killed=False))
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute("UPDATE turns SET session = CAST(x'ff' AS TEXT)")
+    with pytest.raises(DamagedSessionsError, match="Could not decode to UTF-8"):
+        forget_sessions(path, newest=0, oldest=0)
 
 
 def test_a_file_that_is_in_use_is_named_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
