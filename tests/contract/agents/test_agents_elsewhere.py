@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -509,11 +510,47 @@ def test_a_damaged_file_is_set_aside_and_its_samples_are_offered_anew(
     assert [row.reward for row in again.result(60)] == [0.25]
 
 
-def test_a_session_of_an_evaluation_ends_with_its_process(listening: Listening) -> None:
+def test_the_oldest_of_many_sessions_that_have_ended_is_deleted_also_one_of_the_process_before(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as groups in the making need stay, though otherwise fewer would."""
+    monkeypatch.setattr(server, "KEPT_SESSIONS", 1)
+    args = listening.args(*STREAMING, "--rollout-batch-size", "1", "--n-samples-per-prompt", "1")
+    tasks = []
+    for group in (7, 8, 9):
+        future = listening.offer(args, sample(group=group))
+        tasks.append(listening.claim().json())
+        play(tasks[-1], {"reward": 0.5})
+        future.result(60)
+        if group == 7:
+            assert starts_again() == 1
+    assert [finish(task, {"reward": 0.5}).status_code for task in tasks] == [401, 200, 200]
+    assert server._SERVERS[0]._kept == {}
+
+
+def test_a_restart_that_lasts_longer_than_an_agent_may_be_silent_costs_no_session(listening: Listening) -> None:
+    args = listening.args(*STREAMING, "--agent-timeout-secs", "4")
+    future = listening.offer(args, sample())
+    task = listening.claim().json()
+    assert turn(task, "a") == "n0"
+    future.cancel()
+    assert starts_again() == 1
+    began = time.monotonic()
+    until(lambda: time.monotonic() > began + 4.5)
+    other = listening.offer(args, sample(group=9))
+    assert turn(task, "a", "n0", "b") == "n1"  # before its group is issued again
+    other.cancel()
+
+
+def test_a_session_of_an_evaluation_ends_with_its_process(listening: Listening, tmp_path: Path) -> None:
     args = listening.args(*STREAMING, "--rm-type", "exact_match")
     group = generate_and_rm_group(args, [sample()], train_sampling_params(args), evaluation=True)
     future = listening.begin(args, group)
     task = listening.claim().json()
+    (tmp_path / "killed").mkdir()
+    for file in server._SERVERS[0].path.parent.glob("elsewhere.sqlite*"):
+        shutil.copy(file, tmp_path / "killed")
+    assert forget_sessions(tmp_path / "killed" / "elsewhere.sqlite", newest=0, oldest=0) == (0, 0)
     future.cancel()
     until(lambda: play_status(task) == 403)
     assert starts_again() == 0

@@ -205,6 +205,15 @@ def test_what_a_kill_cut_off_is_no_damage(tmp_path: Path, monkeypatch: pytest.Mo
     assert counts[-1] >= 19
 
 
+def test_the_log_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sqlite moves one of 1,000 pages into the file by itself, and writes over it: a kill in that looks like damage."""
+    monkeypatch.setattr(store_module, "LONGEST_LOG", 1 << 40)
+    one = msgspec.structs.replace(session(0), reason="a" * 500_000)
+    files = {path.name: path for path in left_files(tmp_path, [one] * 12, is_killed=True)}
+    assert files["s.sqlite-wal"].stat().st_size > 1_200 * 4_096
+    assert files["s.sqlite"].stat().st_size < 50_000
+
+
 def test_a_text_that_is_no_text_is_damage_and_no_fault_of_ours(tmp_path: Path) -> None:
     """sqlite looks at no text, and Python's own error has no code of sqlite."""
     [path, *_] = sorted(left_files(tmp_path, [session(0)], is_killed=False))
