@@ -14,6 +14,8 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.agents_outside import listening_flags, wait
 from tests.helpers.training import TinyTask, Training
 from vime.cli.queue import newest_checkpoint
@@ -78,14 +80,23 @@ threading.Event().wait()
 """
 
 
-def test_agents_elsewhere_go_on_when_the_manager_is_killed_and_when_the_run_is(
-    tiny_task: TinyTask, tmp_path: Path
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("mode", "serves", "num_restarts"),
+    [
+        ("streaming", "RolloutManager", 1),
+        pytest.param("external", "RolloutWorkerActor", 0, marks=pytest.mark.nightly),  # which starts again alone
+    ],
+)
+def test_agents_elsewhere_go_on_when_what_serves_them_is_killed_and_when_the_run_is(
+    tiny_task: TinyTask, tmp_path: Path, mode: str, serves: str, num_restarts: int
 ) -> None:
     port, key, run_dir = free_port(), tmp_path / "key", tmp_path / "run"
     (tmp_path / "program.py").write_text(PROGRAM)
     checkpoints = str(run_dir / "checkpoints")
     flags = listening_flags(tiny_task, tmp_path, port, rounds=ROUNDS, groups=GROUPS, samples=SAMPLES)
     flags += ["--save-interval", "1", "--save", checkpoints, "--load", checkpoints, "--agent-timeout-secs", "120"]
+    flags += ["--transferqueue-mode", mode]
     front = subprocess.Popen(
         [sys.executable, "-m", "vime", "sessions-front", f"http://127.0.0.1:{port}", "--patience-secs", "240"],
         stdout=subprocess.PIPE,
@@ -102,10 +113,10 @@ def test_agents_elsewhere_go_on_when_the_manager_is_killed_and_when_the_run_is(
             began.append(subprocess.Popen([sys.executable, *program], stdout=out, stderr=out))
         first, second = (tmp_path / f"at-{number}" for number in AT)
         wait(training, first.exists)
-        training.kill_member("RolloutManager")
+        training.kill_member(serves)
         first.unlink()  # and the agent asks for its next turn
         wait(training, second.exists)
-        assert len(training.so_far().events("run_restarted")) == 1
+        assert len(training.so_far().events("run_restarted")) == num_restarts
         training.process.kill()
         assert training.process.wait(60) == -signal.SIGKILL
         assert training.survivors(grace_s=60) == []
