@@ -28,7 +28,7 @@ from vime.agents.generate import _end_elsewhere, generate
 from vime.rollout.generation import train_sampling_params
 from vime.rollout.group_worker import generate_and_rm_group
 from vime.rollout.loops import rollout_loop
-from vime.rollout.request_priority import set_request_priority
+from vime.rollout.request_priority import request_priority, set_request_priority
 from vime.sessions import offers
 from vime.sessions.store import forget_sessions, keep_sessions
 from vime.types import Sample, SampleStatus
@@ -348,6 +348,9 @@ def test_a_session_goes_on_in_the_next_process_and_its_sample_is_one_row(listeni
     assert starts_again() == 1
     other = listening.offer(args, sample(group=9))
     assert turn(task, "a", "n0", "b") == "n1"
+    context = server._SERVERS[0].sessions.by_id(task["id"]).context
+    assert context is not None
+    assert context.run(request_priority) == 7  # it waits for an engine as its group does
     again = rollout_loop().submit(listening._generate(args, sample()))
     assert turn(task, "a", "n0", "b", "n1", "c") == "n2"
     assert finish(task, {"reward": 0.5}).status_code == 200

@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import http.server
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +48,43 @@ def test_a_gateway_that_forgot_the_weights_is_told_to_the_job_at_once(tmp_path: 
         assert asyncio.run(call()).is_committed
     finally:
         run.close()
+
+
+def test_a_call_is_repeated_when_the_server_wants_it_and_a_wait_that_is_no_number_of_seconds_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = m.ErrorBody(code="unavailable", what="", got="", expected="", next="", may_repeat=True)
+    headers = ["7", "Sat, 28 Nov 2026 12:00:00 GMT", "-5", "99999"]
+    waited: list[float] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            content = msgspec.msgpack.encode(refused if headers else m.Left(given_back=0))
+            self.send_response(503 if headers else 200)
+            self.send_header("Content-Length", str(len(content)))
+            if headers:
+                self.send_header("Retry-After", headers.pop(0))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None: ...
+
+    async def note(seconds: float) -> None:
+        waited.append(seconds)
+
+    async def call(url: str) -> None:
+        client = GatewayClient(url, "token")
+        monkeypatch.setattr(asyncio, "sleep", note)
+        await client.call("/v1/producers/leave", m.Leave(), m.Left)
+        monkeypatch.undo()
+        await client.close()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        asyncio.run(call(f"http://127.0.0.1:{served.server_address[1]}"))
+        served.shutdown()
+    assert waited == [7.0, 0.2, 0.4, 60.0]
 
 
 PART = 1000

@@ -28,9 +28,11 @@ class Gateway:
 
     def __init__(self, alive: m.Alive, prompts: m.Prompts | None = None) -> None:
         self.alive, self.prompts, self.asked = alive, prompts, []
+        self.patience_s = None  # of the last call
 
     async def call(self, path, message, kind, **waits):
         self.asked.append(path)
+        self.patience_s = waits.get("patience_s")
         if kind is m.Alive:
             return self.alive
         if kind is m.Left:
@@ -112,6 +114,7 @@ def test_a_job_that_a_heartbeat_told_of_the_end_waits_for_no_lease_any_longer(tm
     assert run_with(gateway, tmp_path).is_exhausted
     assert "/v1/leases" in gateway.asked
     assert gateway.asked[-1] == "/v1/producers/leave"
+    assert gateway.patience_s == 0.0  # there is nothing to give back, and perhaps nobody there
 
 
 @pytest.mark.timeout(60)
