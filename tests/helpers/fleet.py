@@ -163,10 +163,3 @@ def start_fleet(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
     yield started
     for fleet in made:
         fleet.close()
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

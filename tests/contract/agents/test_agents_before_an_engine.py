@@ -21,6 +21,7 @@ import pytest
 
 from tests.helpers.agent_world import TOKENIZER, AgentWorld, agent_world
 from tests.helpers.chat_tokenizers import make_chat_tokenizer
+from tests.helpers.processes import assert_ended
 from tests.helpers.scripted_engine import Reply, Request
 from vime.agents import server
 from vime.agents.generate import generate
@@ -372,12 +373,6 @@ def wait_for(path: Path) -> str:
     return path.read_text()
 
 
-def assert_they_end(pids: list[int]) -> None:
-    found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(found, timeout=30)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
-
-
 def test_an_agent_that_asks_nothing_is_named_while_it_runs_and_ended_with_its_children(world: AgentWorld) -> None:
     args = world.command(ENDLESS, "--agent-timeout-secs", "4")
     future = rollout_loop().submit(generate(args, sample(5), train_sampling_params(args)))
@@ -390,7 +385,7 @@ def test_an_agent_that_asks_nothing_is_named_while_it_runs_and_ended_with_its_ch
     [row] = future.result(60)
     assert row.status is SampleStatus.FAILED
     assert row.metadata["session_reason"] == "it ran for longer than 4 s (--agent-timeout-secs)"
-    assert_they_end(pids)
+    assert_ended(pids)
 
 
 def test_an_agent_has_its_whole_time_after_it_waited_for_a_thread(
@@ -440,7 +435,7 @@ def test_an_agent_whose_group_is_cancelled_is_ended_with_its_children(world: Age
     future = rollout_loop().submit(generate(args, sample(), train_sampling_params(args)))
     pids = [int(pid) for pid in wait_for(world.directory / "pids").split()]
     future.cancel()
-    assert_they_end(pids)
+    assert_ended(pids)
 
 
 WORKER = """
@@ -457,7 +452,7 @@ def test_a_program_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
     program, child = (int(pid) for pid in wait_for(tmp_path / "pids").split())
     worker.kill()
     worker.wait(30)
-    assert_they_end([program])
+    assert_ended([program])
     psutil.Process(child).kill()  # its own child is not known to anybody any more, as docs/agents.md says
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.helpers.fleet import has_ended
+from tests.helpers.processes import has_ended
 from vime.backends.vllm_utils.control import FleetControl
 from vime.observability.events import read_events
 from vime.ray.publisher import Publisher

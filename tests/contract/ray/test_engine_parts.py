@@ -5,7 +5,8 @@ import psutil
 import pytest
 import ray
 
-from tests.helpers.fleet import SCRIPTED, has_ended
+from tests.helpers.fleet import SCRIPTED
+from tests.helpers.processes import has_ended
 from tests.helpers.rollout_setup import write_model_directory
 from vime.backends.vllm_utils.access import EngineKeys
 from vime.backends.vllm_utils.engine import EngineProcess, FollowerProcess

@@ -8,7 +8,8 @@ import httpx
 import pytest
 import ray
 
-from tests.helpers.fleet import Fleet, has_ended
+from tests.helpers.fleet import Fleet
+from tests.helpers.processes import has_ended
 from vime.observability.requests import Answer, AnswerState, FleetRequest, ask, read_answer
 from vime.ray import placement
 from vime.ray.changes import FleetChanges

@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.helpers.fleet import Fleet, has_ended
+from tests.helpers.fleet import Fleet
+from tests.helpers.processes import has_ended
 from vime.rollout import engine_client
 from vime.rollout.engine_client import EngineClient, routers_of
 from vime.types import EngineLostError

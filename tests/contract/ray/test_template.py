@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.helpers.processes import assert_ended
 from tests.helpers.training import ROOT
 from vime.ray import fork_worker
 from vime.ray.template import listener
@@ -23,6 +24,7 @@ RUN = """
 import json, os, signal, sys
 from pathlib import Path
 from tests.contract.ray.test_template import look, program_of
+from tests.helpers.processes import assert_ended
 from vime.config.parse import parse
 from vime.ray.cluster import start_ray, stop_ray
 start_ray(parse(["--device", "cpu", "--transferqueue-mode", "streaming", "--enable-vime-transfer-queue"]))
@@ -125,11 +127,6 @@ def lines_of(code: str, **environment: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
 
 
-def ended(pids: list[int], within_s: float = 60.0) -> bool:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=within_s)
-    return not alive
-
-
 @pytest.fixture(scope="module")
 def reports() -> list[dict[str, Any]]:
     """Two copies; then a worker with a variable of its own, which is a new process of the same Ray."""
@@ -183,7 +180,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     )
     assert facts["worker"] in facts["pids"]
-    assert ended(facts["pids"])
+    assert_ended(facts["pids"])
 
 
 def test_workers_and_template_end_with_their_raylet_and_the_next_ray_has_its_own() -> None:
@@ -195,8 +192,7 @@ for number in range(2):
     say(is_copy=program_of(found.pid) == "vime.ray.template", template=found.pid, base=base().pid, worker=pid)
     if number == 0:
         stop_ray()
-        psutil.wait_procs([found], timeout=60)
-        assert not psutil.pid_exists(found.pid) or found.status() == psutil.STATUS_ZOMBIE, found
+        assert_ended([found])
         start_ray(parse(["--device", "cpu"]))
 """
     )

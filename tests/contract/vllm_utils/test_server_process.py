@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.processes import assert_ended
 from tests.helpers.rollout_setup import write_model_directory
 from vime.backends.vllm_utils.guard import session_members
 from vime.backends.vllm_utils.process import ServerProcess, server_environment
@@ -61,11 +62,6 @@ def make_server(tmp_path: Path, *arguments: str, code: str = SERVER) -> ServerPr
 def server_and_child(server: ServerProcess) -> list[psutil.Process]:
     [line] = [line for line in server.log_tail().splitlines() if line.startswith("pids ")]
     return [psutil.Process(int(pid)) for pid in line.split()[1:]]
-
-
-def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.fixture
@@ -132,7 +128,7 @@ def test_stop_ends_the_server_its_child_and_the_guard(server):
     assert server.is_alive()
     server.stop()
     assert not server.is_alive()
-    assert_gone(processes)
+    assert_ended(processes)
     assert session_members(session) == []
 
 
@@ -142,7 +138,7 @@ def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(tmp_path):
     server.wait_ready(DEADLINE_S)
     processes = server_and_child(server)
     server.stop()
-    assert_gone(processes)
+    assert_ended(processes)
 
 
 def test_temporary_files_that_a_killed_server_leaves_are_removed(server):
@@ -151,7 +147,7 @@ def test_temporary_files_that_a_killed_server_leaves_are_removed(server):
     assert temporary.stat().st_mode & 0o077 == 0
     (temporary / "left-behind").touch()
     process.kill()
-    psutil.wait_procs([psutil.Process(server.pid)], timeout=DEADLINE_S)
+    assert_ended([server.pid])
     assert not temporary.exists()
 
 
@@ -209,7 +205,7 @@ def test_a_process_whose_parent_ends_before_the_kernel_is_asked_ends_too(hook):
     parent.kill()
     parent.wait(DEADLINE_S)
     os.write(write, b"go")
-    assert_gone([child])
+    assert_ended([child])
     assert parent.stdout.read() == ""
     for end in (read, write):
         os.close(end)
@@ -226,7 +222,7 @@ def test_stop_may_be_called_twice_and_check_says_that_it_was_stopped(server):
 def test_a_killed_server_takes_its_child_along_even_before_stop(server):
     api_server, child = server_and_child(server)
     api_server.kill()
-    assert_gone([api_server, child])
+    assert_ended([api_server, child])
     with pytest.raises(EngineError, match="small ended with exit code 137"):  # 128 + SIGKILL
         server.wait_ready(DEADLINE_S)
 
@@ -234,9 +230,9 @@ def test_a_killed_server_takes_its_child_along_even_before_stop(server):
 def test_a_killed_guard_takes_the_server_along_and_stop_clears_the_rest(server):
     processes, session = server_and_child(server), server.pid
     os.kill(session, signal.SIGKILL)
-    assert_gone(processes[:1])
+    assert_ended(processes[:1])
     server.stop()
-    assert_gone(processes)
+    assert_ended(processes)
     assert session_members(session) == []
 
 
@@ -279,7 +275,7 @@ def test_a_stopped_server_is_stopped_for_good_by_its_owner(server):
     processes = server_and_child(server)
     processes[0].suspend()
     server.stop()
-    assert_gone(processes)
+    assert_ended(processes)
 
 
 def test_a_server_that_ends_early_is_reported_at_once_with_its_last_lines(tmp_path):
@@ -340,7 +336,7 @@ def test_when_the_owner_is_killed_nothing_survives(how, tmp_path):
     assert len(members) == 3  # guard, server, its child
     owner.send_signal(how)
     owner.wait(DEADLINE_S)
-    assert_gone(members)
+    assert_ended(members)
     owner.stdin.close()
     owner.stdout.close()
 
