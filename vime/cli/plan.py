@@ -12,7 +12,18 @@ from pathlib import Path
 
 from vime.backends.memory import RankBytes
 from vime.cli.commands import Commands
-from vime.cli.plan_figures import GIB, RESERVE_GIB, TFLOPS, UPDATE_GB_PER_S, Rates, estimate, show, verdict
+from vime.cli.plan_figures import (
+    GIB,
+    RESERVE_GIB,
+    TFLOPS,
+    UPDATE_GB_PER_S,
+    Rates,
+    deadlines,
+    doubts,
+    estimate,
+    show,
+    verdict,
+)
 from vime.config.checks import resolve
 from vime.config.hf_config import read_model_shape
 from vime.config.layout import check_layout
@@ -85,6 +96,8 @@ def run_plan(words: Sequence[str]) -> int:
     )
     notes += unmeasured(config, with_passes=not own.no_passes)
     notes += unlike(config, own.like)
+    waits = deadlines(config, figures)
+    notes += doubts(config, waits)
     if own.json:
         record = {
             "fits": fits,
@@ -94,11 +107,12 @@ def run_plan(words: Sequence[str]) -> int:
             "advice": lines,
             "notes": notes,
             "estimates": dataclasses.asdict(figures),
+            "deadlines": [dataclasses.asdict(one) for one in waits],
             "forecasts": {engines: dataclasses.asdict(forecast) for engines, forecast in played.items()},
         }
         sys.stdout.write(json.dumps(record, indent=1) + "\n")
     else:
-        show(config, parts, figures, played, notes=notes, advice=lines)
+        show(config, parts, figures, played, waits=waits, notes=notes, advice=lines)
     return 0 if fits else 2
 
 

@@ -11,6 +11,13 @@ from rich.text import Text
 
 from vime.backends.memory import RankBytes
 from vime.batching.flops import executed_flops, forward_flops
+from vime.config.deadlines import (
+    checkpoint_bytes,
+    request_deadline_s,
+    rollout_deadline_s,
+    start_deadline_s,
+    update_deadline_s,
+)
 from vime.config.hf_config import read_model_shape, read_record
 from vime.config.parse import Config
 from vime.observability.forecast import Forecast
@@ -86,6 +93,52 @@ def estimate(config: Config, rates: Rates) -> Estimate:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A wait of the run: what ends in it, the flag that it comes from, seconds, and what is estimated for it."""
+
+    wait: str
+    flag: str
+    secs: float
+    estimated_secs: float | None = None
+
+    @property
+    def is_too_short(self) -> bool:
+        return self.estimated_secs is not None and self.estimated_secs > self.secs
+
+
+def deadlines(config: Config, figures: Estimate) -> list[Deadline]:
+    """Return the deadlines that grow with the model and its answers, and that of training. An update is estimated for
+    all of its bytes, training for a round of answers of the greatest length."""
+    rollout = config.rollout
+    tokens = rollout.rollout_batch_size * rollout.n_samples_per_prompt * rollout.rollout_max_response_len
+    return [
+        Deadline("start of a part that reads weights", "--start-timeout-secs", start_deadline_s(config)),
+        Deadline("one request to an engine", "--generate-timeout-secs", request_deadline_s(config)),
+        Deadline("one round of generation", "--rollout-timeout-secs", rollout_deadline_s(config)),
+        Deadline(
+            "one round of training",
+            "--train-timeout-secs",
+            config.cluster.train_timeout_secs,
+            tokens / figures.trainer_tokens_per_sec,
+        ),
+        Deadline("one weight update", "--update-weight-timeout-secs", update_deadline_s(config), figures.update_secs),
+    ]
+
+
+def doubts(config: Config, waits: Sequence[Deadline]) -> list[str]:
+    """Say which deadlines an estimate passes, and what is missing to know them."""
+    lines = [
+        f"{one.wait}: about {one.estimated_secs:.0f} s by the estimates, its deadline is {one.secs:.0f} s: raise "
+        f"{one.flag}, or the run ends there."
+        for one in waits
+        if one.is_too_short
+    ]
+    if not checkpoint_bytes(config):
+        lines.append("the weights are not here: starts and updates get more time, by the bytes of their files.")
+    return lines
+
+
 def _weight_bytes(config: Config) -> int:
     """Return the bytes that an update sends, without norms and biases (below 0.1 %)."""
     shape, record = read_model_shape(config.model.hf_checkpoint), read_record(config.model.hf_checkpoint)
@@ -125,13 +178,15 @@ def show(
     figures: Estimate,
     played: Mapping[int, Forecast],
     *,
+    waits: Sequence[Deadline],
     notes: Sequence[str],
     advice: Sequence[str],
 ) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(_table(parts))
     speed = [*_speed(config, parts, figures, is_played=bool(played)), *_played(config, played)]
-    for line in [*_locked(config, parts), *speed, *(f"note: {note}" for note in notes)]:
+    ends = [f"  {one.wait}: {one.secs:,.0f} s ({one.flag})" for one in waits]
+    for line in [*_locked(config, parts), *speed, "Deadlines:", *ends, *(f"note: {note}" for note in notes)]:
         console.print(Text(line))
     _, limit = verdict(config, parts)
     peak = max(part.heaviest.peak for part in parts) / GIB

@@ -26,12 +26,12 @@ READ_BYTES_PER_S = 10**8
 def update_deadline_s(config: Config) -> float:
     """--update-weight-timeout-secs, and a second for each whole GB that travels. That is taken as twice the files of
     the checkpoint: bf16 may be trained and sent in fp32."""
-    return config.weights.update_weight_timeout_secs + 2 * _checkpoint_bytes(config) // 10**9
+    return config.weights.update_weight_timeout_secs + 2 * checkpoint_bytes(config) // 10**9
 
 
 def start_deadline_s(config: Config) -> float:
     """--start-timeout-secs, and a second for each 100 MB of the checkpoint's files, for a part that reads them."""
-    return config.cluster.start_timeout_secs + _checkpoint_bytes(config) // READ_BYTES_PER_S
+    return config.cluster.start_timeout_secs + checkpoint_bytes(config) // READ_BYTES_PER_S
 
 
 def generate_deadline_s(config: Config) -> float:
@@ -83,7 +83,8 @@ def _seconds_beyond(num_tokens: int) -> int:
     return max(0, num_tokens - SHORT_TOKENS) // TOKENS_PER_S
 
 
-def _checkpoint_bytes(config: Config) -> int:
+def checkpoint_bytes(config: Config) -> int:
+    """Return the bytes of the checkpoint's weight files; 0 where they are not here."""
     directory = Path(config.model.hf_checkpoint).expanduser()
     files = [*directory.glob("*.safetensors")] or [*directory.glob("*.bin")]
     return sum(file.stat().st_size for file in files)

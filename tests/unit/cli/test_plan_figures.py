@@ -9,7 +9,7 @@ from tests.helpers.recorded_run import record_run
 from vime.backends.memory import ModelBytes, RankBytes
 from vime.cli.main import main
 from vime.cli.plan import advice, play, read_flags, unlike
-from vime.cli.plan_figures import GIB, RESERVE_GIB, Rates, _speed, estimate, verdict
+from vime.cli.plan_figures import GIB, RESERVE_GIB, Rates, _speed, deadlines, doubts, estimate, verdict
 from vime.config.parse import Config
 from vime.ray.dry_run import Part, longest_row, pack_lengths, parts_of, world_size
 from vime.types import ConfigError, Role
@@ -117,6 +117,33 @@ def test_estimates_divide_rates_by_work_and_say_which_were_assumed(model: str) -
     assert assumed.is_trainer_assumed
     assert assumed.is_update_assumed
     assert assumed.engines_for_balance is None
+
+
+def test_deadlines_have_their_flags_and_one_that_an_estimate_passes_is_named(model: str) -> None:
+    """92,160 bytes at 1e-7 GB/s are 922 s, and the deadline is 300; 32 x 8 answers of 4 tokens are soon trained."""
+    config = Config().replace(hf_checkpoint=model, rollout_max_response_len=4, train_timeout_secs=7.0)
+    slow = deadlines(config, estimate(config, Rates(update_gb_per_sec=1e-7)))
+    assert {one.flag: one.secs for one in slow} == {
+        "--start-timeout-secs": 300,
+        "--generate-timeout-secs": 600,
+        "--rollout-timeout-secs": 3600,
+        "--train-timeout-secs": 7,
+        "--update-weight-timeout-secs": 300,
+    }
+    [passed, unknown] = doubts(config, slow)
+    assert passed == (
+        "one weight update: about 922 s by the estimates, its deadline is 300 s: raise --update-weight-timeout-secs, "
+        "or the run ends there."
+    )
+    assert unknown.startswith("the weights are not here")
+    with Path(model, "model.safetensors").open("wb") as file:
+        file.truncate(3 * 10**9)  # a file with a hole: 30 s more to read, 6 s more to send
+    soon = deadlines(config, estimate(config, Rates()))
+    assert [one.secs for one in soon] == [330, 600, 3600, 7, 306]
+    assert doubts(config, soon) == []
+    trained = estimate(config, Rates(trainer_tflops=1e-6)).trainer_tokens_per_sec
+    [train] = doubts(config, deadlines(config, estimate(config, Rates(trainer_tflops=1e-6))))
+    assert train.startswith(f"one round of training: about {32 * 8 * 4 / trained:.0f} s")
 
 
 def test_a_run_without_engines_is_not_played(tmp_path: Path) -> None:
