@@ -1,5 +1,6 @@
 """The contract of a weight update, on the scripted engine and on vLLM, over every CPU transport."""
 
+import builtins
 import contextlib
 import dataclasses
 import gc
@@ -438,6 +439,25 @@ def test_a_call_of_a_broadcast_group_that_was_given_up_is_refused_before_it_load
     with pytest.raises(EngineError, match="another broadcast group than this engine has joined last"):
         control.update({**late, "group": "an earlier one"}, version=2, pause_mode="keep")
     assert first.weights.keys() == WEIGHTS.keys()
+
+
+def test_a_call_of_the_scripted_engine_holds_its_worker_while_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch takes seconds to import. A call that waited for it before it had the worker was overtaken by the next one:
+    it came last, and took the engine out of the group that the next one had joined."""
+    held, imported = [], builtins.__import__
+    with FakeEngine() as engine:
+
+        def look(name: str, *of: object) -> object:
+            if name == "vime.weights.transports":
+                held.append(engine._worker.locked())
+            return imported(name, *of)
+
+        control = FleetControl([engine.address], timeout_s=10)
+        monkeypatch.setattr(builtins, "__import__", look)
+        control.init_transfer([{"transport": "disk"}])
+        monkeypatch.undo()
+        control.close()
+    assert held == [True]
 
 
 @pytest.mark.parametrize("transport", ["gloo", "disk"])

@@ -250,12 +250,12 @@ class FakeEngine:
         elif route in ("/abort_requests", "/inference/v1/abort_requests"):
             self._abort(msgspec.json.decode(body or b"{}", type=_Abort).request_ids)
         elif route == "/init_weight_transfer_engine":
-            import torch
-
-            from vime.weights.transports import make_receiver
-
             init_info = msgspec.json.decode(body, type=_Connect).init_info
-            with self._worker:
+            with self._worker:  # before the first import, which takes seconds: a later call would overtake this one
+                import torch
+
+                from vime.weights.transports import make_receiver
+
                 self._receiver = make_receiver(str(init_info["transport"]), torch.device("cpu"))
                 self._receiver.connect(init_info, 0)
         elif route == UPDATE_ROUTE:
