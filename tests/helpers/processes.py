@@ -35,4 +35,5 @@ def assert_ended(processes: Iterable[psutil.Process | int], within_s: float = 60
     known = [one for one in processes if isinstance(one, psutil.Process)]
     known += find_processes(one for one in processes if isinstance(one, int))
     _, alive = psutil.wait_procs(known, timeout=within_s)
-    assert [one for one in alive if not has_ended(one)] == []
+    left = [one for one in alive if not has_ended(one)]
+    assert not left, left

@@ -80,7 +80,9 @@ def estimate(config: Config, rates: Rates) -> Estimate:
     num_forward -= config.lora.trains_adapter  # backward goes towards the inputs alone, not the weights
     flops += num_forward * forward_flops(shape, length, response)
     trained = response * (rates.trainer_tflops or TFLOPS) * 1e12 * world_size(config) / flops
-    num_bytes = _adapter_bytes(config) if config.lora.trains_adapter else _weight_bytes(config)
+    num_bytes = (2 if config.parallel.bf16 else 4) * _num_parameters(config)
+    if config.lora.trains_adapter:
+        num_bytes = _adapter_bytes(config)
     per_engine = rates.engine_tokens_per_sec
     return Estimate(
         trainer_tokens_per_sec=trained,
@@ -109,11 +111,12 @@ class Deadline:
 
 def deadlines(config: Config, figures: Estimate) -> list[Deadline]:
     """Return the deadlines that grow with the model and its answers, and that of training. An update is estimated for
-    all of its bytes, training for a round of answers of the greatest length."""
-    rollout = config.rollout
+    all of its bytes, training for a round of answers of the greatest length. Weight files that are not here are taken
+    as bf16, which most models come in."""
+    rollout, num_bytes = config.rollout, checkpoint_bytes(config) or 2 * _num_parameters(config)
     tokens = rollout.rollout_batch_size * rollout.n_samples_per_prompt * rollout.rollout_max_response_len
     return [
-        Deadline("start of a part that reads weights", "--start-timeout-secs", start_deadline_s(config)),
+        Deadline("start of a part that reads weights", "--start-timeout-secs", start_deadline_s(config, num_bytes)),
         Deadline("one request to an engine", "--generate-timeout-secs", request_deadline_s(config)),
         Deadline("one round of generation", "--rollout-timeout-secs", rollout_deadline_s(config)),
         Deadline(
@@ -122,7 +125,12 @@ def deadlines(config: Config, figures: Estimate) -> list[Deadline]:
             config.cluster.train_timeout_secs,
             tokens / figures.trainer_tokens_per_sec,
         ),
-        Deadline("one weight update", "--update-weight-timeout-secs", update_deadline_s(config), figures.update_secs),
+        Deadline(
+            "one weight update",
+            "--update-weight-timeout-secs",
+            update_deadline_s(config, num_bytes),
+            figures.update_secs,
+        ),
     ]
 
 
@@ -130,17 +138,18 @@ def doubts(config: Config, waits: Sequence[Deadline]) -> list[str]:
     """Say which deadlines an estimate passes, and what is missing to know them."""
     lines = [
         f"{one.wait}: about {one.estimated_secs:.0f} s by the estimates, its deadline is {one.secs:.0f} s: raise "
-        f"{one.flag}, or the run ends there."
+        f"{one.flag}, or it fails then."
         for one in waits
         if one.is_too_short
     ]
     if not checkpoint_bytes(config):
-        lines.append("the weights are not here: starts and updates get more time, by the bytes of their files.")
+        size = 2 * _num_parameters(config) / 1e9
+        lines.append(f"the weights are not here: deadlines of starts and updates are for files of {size:.1f} GB, bf16.")
     return lines
 
 
-def _weight_bytes(config: Config) -> int:
-    """Return the bytes that an update sends, without norms and biases (below 0.1 %)."""
+def _num_parameters(config: Config) -> int:
+    """Return the parameters that an update sends, without norms and biases (below 0.1 %)."""
     shape, record = read_model_shape(config.model.hf_checkpoint), read_record(config.model.hf_checkpoint)
     attention = shape.attention_weights
     if not attention:
@@ -156,7 +165,7 @@ def _weight_bytes(config: Config) -> int:
         "tie_word_embeddings", shape.model_type == "gemma3_text"
     )  # whose class ties unless told not to
     vocabulary = shape.vocab_size * shape.hidden_size * (1 if is_tied else 2)
-    return (2 if config.parallel.bf16 else 4) * (layers + vocabulary)
+    return layers + vocabulary
 
 
 def _adapter_bytes(config: Config) -> int:

@@ -23,15 +23,16 @@ READ_BYTES_PER_S = 10**8
 """Of a checkpoint on a slow network disk, compiling included."""
 
 
-def update_deadline_s(config: Config) -> float:
+def update_deadline_s(config: Config, num_bytes: int | None = None) -> float:
     """--update-weight-timeout-secs, and a second for each whole GB that travels. That is taken as twice the files of
-    the checkpoint: bf16 may be trained and sent in fp32."""
-    return config.weights.update_weight_timeout_secs + 2 * checkpoint_bytes(config) // 10**9
+    the checkpoint: bf16 may be trained and sent in fp32. `num_bytes`: of the files, where they are not here."""
+    return config.weights.update_weight_timeout_secs + 2 * (num_bytes or checkpoint_bytes(config)) // 10**9
 
 
-def start_deadline_s(config: Config) -> float:
-    """--start-timeout-secs, and a second for each 100 MB of the checkpoint's files, for a part that reads them."""
-    return config.cluster.start_timeout_secs + checkpoint_bytes(config) // READ_BYTES_PER_S
+def start_deadline_s(config: Config, num_bytes: int | None = None) -> float:
+    """--start-timeout-secs, and a second for each 100 MB of the checkpoint's files, for a part that reads them.
+    `num_bytes`: of the files, where they are not here."""
+    return config.cluster.start_timeout_secs + (num_bytes or checkpoint_bytes(config)) // READ_BYTES_PER_S
 
 
 def generate_deadline_s(config: Config) -> float:

@@ -133,9 +133,9 @@ def test_deadlines_have_their_flags_and_one_that_an_estimate_passes_is_named(mod
     [passed, unknown] = doubts(config, slow)
     assert passed == (
         "one weight update: about 922 s by the estimates, its deadline is 300 s: raise --update-weight-timeout-secs, "
-        "or the run ends there."
+        "or it fails then."
     )
-    assert unknown.startswith("the weights are not here")
+    assert unknown == "the weights are not here: deadlines of starts and updates are for files of 0.0 GB, bf16."
     with Path(model, "model.safetensors").open("wb") as file:
         file.truncate(3 * 10**9)  # a file with a hole: 30 s more to read, 6 s more to send
     soon = deadlines(config, estimate(config, Rates()))
@@ -144,6 +144,21 @@ def test_deadlines_have_their_flags_and_one_that_an_estimate_passes_is_named(mod
     trained = estimate(config, Rates(trainer_tflops=1e-6)).trainer_tokens_per_sec
     [train] = doubts(config, deadlines(config, estimate(config, Rates(trainer_tflops=1e-6))))
     assert train.startswith(f"one round of training: about {32 * 8 * 4 / trained:.0f} s")
+
+
+def test_files_that_are_not_here_count_as_bf16_in_the_deadlines(tmp_path: Path) -> None:
+    """82 GB at 0.2 GB/s are 410 s, and the run has 464. Without the files' bytes it would be named with 300."""
+    shape = SHAPE | {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 20000, "vocab_size": 100_000}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = Config().replace(hf_checkpoint=str(tmp_path), bf16=True)
+    figures = estimate(config, Rates(update_gb_per_sec=0.2))
+    waits = {one.flag: one for one in deadlines(config, figures)}
+    num_bytes = round(figures.update_gb * 1e9)
+    assert waits["--update-weight-timeout-secs"].secs == 300 + 2 * num_bytes // 10**9
+    assert waits["--start-timeout-secs"].secs == 300 + num_bytes // 10**8
+    assert 300 < figures.update_secs < waits["--update-weight-timeout-secs"].secs
+    [unknown] = doubts(config, list(waits.values()))
+    assert f"{figures.update_gb:.1f} GB" in unknown
 
 
 def test_a_run_without_engines_is_not_played(tmp_path: Path) -> None:
