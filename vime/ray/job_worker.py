@@ -41,10 +41,8 @@ class Loader(Protocol):
 
 async def renew(client: GatewayClient, registered: m.Registered) -> None:
     """Send heartbeats, where no worker does, until one is answered with the end of the run. Waits for: the clock."""
-    is_exhausted = False
-    while not is_exhausted:
+    while not (await client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)).is_exhausted:
         await asyncio.sleep(min(registered.lease_timeout_s / 3, HEARTBEAT_S))
-        is_exhausted = (await client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)).is_exhausted
 
 
 class JobWorker(GroupWorker):
@@ -180,8 +178,7 @@ class JobWorker(GroupWorker):
         on. Waits for: the clock."""
         strays: set[str] = set()
         num_calls = 0  # calls for leases that had begun when `strays` were listed
-        while True:
-            await asyncio.sleep(min(self._registered.lease_timeout_s / 3, HEARTBEAT_S))
+        while True:  # the first at once: whoever sent them until now has ended
             known = dict(self._leases)  # a response may be older than a lease that arrives before it
             alive = await self._client.call("/v1/producers/heartbeat", m.Heartbeat(), m.Alive)
             if alive.is_exhausted:
@@ -197,6 +194,7 @@ class JobWorker(GroupWorker):
                 for lease in strays & unknown:
                     await self._return_stray(lease)
             strays, num_calls = unknown, self._lease_calls
+            await asyncio.sleep(min(self._registered.lease_timeout_s / 3, HEARTBEAT_S))
 
     async def _return_stray(self, lease: str) -> None:
         """Heartbeats would renew it for ever, and nobody would make its group."""

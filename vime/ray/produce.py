@@ -197,22 +197,16 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
         )
         said = m.Register(model=Path(config.model.hf_checkpoint).name, engines=config.cluster.num_engines)
         registering = loop.submit(client.call("/v1/producers/register", said, m.Registered))
-
-        renewing = list[Future[None]]()
+        renewing = loop.submit(_renew_once_registered(client, registering))
+        stack.callback(renewing.cancel)
 
         def poll() -> None:
-            """The gateway may refuse this job while its engines start, and may itself come later than they do. A job
-            that has registered sends heartbeats from then on."""
+            """The gateway may refuse this job while its engines start, and may itself come later than they do."""
             interrupts.raise_if_asked("start-up")
             if registering.done():
-                registered = registering.result()
-                _refuse_other_sampling(config, registered)
-                if not renewing:
-                    renewing.append(loop.submit(renew(client, registered)))
-                elif renewing[0].done():
-                    renewing[0].result()
-
-        stack.callback(lambda: [each.cancel() for each in renewing])
+                _refuse_other_sampling(config, registering.result())
+            if renewing.done():
+                renewing.result()
 
         stack.callback(stop_ray)
         screen.stage("starting Ray")
@@ -240,10 +234,9 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
             num_prompts=config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size,
         )
         screen.stage("generating")
-        for each in renewing:
-            if not each.cancel():  # else the worker sends them
-                each.result()
-                return  # the run has ended, has said so, and its gateway may be gone
+        if not renewing.cancel():  # else the worker sends heartbeats
+            renewing.result()
+            return  # the run has ended, has said so, and its gateway may be gone
         work = loop.submit(worker.run())
         try:
             _wait(work, "prompts of the run", interrupts, engines)
@@ -256,6 +249,11 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
             work.cancel()
             loop.run(worker.leave(), name="the job to leave the run", timeout_s=CONFIRM_S)
             screen.note(f"{worker.stats.committed_groups} groups committed, {worker.stats.late_groups} too late")
+
+
+async def _renew_once_registered(client: GatewayClient, registering: Future[m.Registered]) -> None:
+    """Send heartbeats from the registration on, also while this process waits for Ray and hears of nothing else."""
+    await renew(client, await asyncio.wrap_future(registering))
 
 
 def _wait(work: Future[Result], name: str, interrupts: Interrupts, engines: Engines | None = None) -> Result:

@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+from concurrent.futures import Future
 
 import msgspec
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 from tests.helpers.rollout_setup import make_args, write_model_directory
 from vime.gateway import messages as m
 from vime.gateway.client import RefusedError
+from vime.ray import job_worker
 from vime.ray.job_worker import JobWorker, renew
+from vime.ray.produce import _renew_once_registered
 from vime.types import RewardError, Sample, SampleStatus, VersionSpan
 
 REGISTERED = m.Registered(
@@ -126,6 +129,31 @@ def test_heartbeats_before_the_worker_begins_end_when_the_run_does():
 
 
 @pytest.mark.timeout(60)
+def test_heartbeats_begin_with_the_registration_whatever_the_starting_process_waits_for():
+    """The main thread may stand in Ray's start for longer than a lease lasts."""
+    alive, registering = Gateway(m.Alive(leases=[], serving=0, is_exhausted=True)), Future()
+
+    async def run():
+        renewing = asyncio.create_task(_renew_once_registered(alive, registering))
+        await asyncio.sleep(0)
+        assert alive.asked == []
+        registering.set_result(REGISTERED)
+        await asyncio.wait_for(renewing, 30)
+
+    asyncio.run(run())
+    assert alive.asked == ["/v1/producers/heartbeat"]
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_sends_its_first_heartbeat_at_once(tmp_path, monkeypatch):
+    """Until it began another part of the job sent them: two waits in a row would be longer than one."""
+    monkeypatch.setattr(job_worker, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(sys.modules[__name__], "REGISTERED", msgspec.structs.replace(REGISTERED, lease_timeout_s=1e5))
+    gateway = Gateway(m.Alive(leases=[], serving=1, is_exhausted=True))
+    assert run_with(gateway, tmp_path).is_exhausted, "it heard of the end by a heartbeat"
+
+
+@pytest.mark.timeout(60)
 def test_a_job_that_hears_of_the_end_does_not_load_the_last_weights_first(tmp_path):
     """They are offered just before the run ends: the gateway would be gone when the job reports them."""
     over = m.Prompts(prompts=[], serving=1, is_exhausted=True)
@@ -206,20 +234,22 @@ def test_a_heartbeat_that_is_older_than_a_lease_stops_no_work(tmp_path):
 
 
 class StrayGateway:
-    """Lists a lease in each heartbeat that the job never got. A call for leases is answered every third one."""
+    """Lists a lease in each heartbeat that the job never got, since its first call for leases. Such a call is answered
+    every third heartbeat."""
 
     def __init__(self) -> None:
-        self.beats, self.beaten, self.given_back = 0, asyncio.Event(), []
+        self.beats, self.beaten, self.given_back, self.is_asked = 0, asyncio.Event(), [], False
 
     async def call(self, path, message, kind, **waits):
         if kind is m.Alive:
             self.beats += 1
             if self.beats % 3 == 0:
                 self.beaten.set()
-            return m.Alive(leases=[] if self.given_back else ["stray"], serving=-1)
+            return m.Alive(leases=["stray"] if self.is_asked and not self.given_back else [], serving=-1)
         if path == "/v1/leases/give-back":
             self.given_back.append((message.lease, self.beats))
             return m.Ended(repeated=False)
+        self.is_asked = True
         await self.beaten.wait()
         self.beaten.clear()
         return m.Prompts(prompts=[], serving=-1, is_exhausted=bool(self.given_back) or self.beats > 12)
