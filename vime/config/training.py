@@ -315,7 +315,10 @@ class WeightsConfig:
         minimum=1 << 10,
     )
     update_weight_disk_dir: str | None = flag(
-        None, "directory of transport disk; empty: RUN_DIR/weights", path=PathKind.FILE
+        None,
+        "directory of transport disk; empty: RUN_DIR/weights. The newest update_NUMBER in it is a model directory that "
+        "anybody can load, with config and tokenizer (not with --lora-rank)",
+        path=PathKind.FILE,
     )
     update_weight_timeout_secs: float = flag(
         300.0, "deadline of one weight update, seconds; one more for each GB of the model in fp32", minimum=1

@@ -107,6 +107,7 @@ class Publisher:
             bucket_bytes=weights.update_weight_buffer_size,
             directory=directory,
             timeout_s=self._deadline_s,
+            source=None if config.lora.trains_adapter else Path(config.model.hf_checkpoint).expanduser(),
         )
         try:
             self._sender.connect(self._fleet)

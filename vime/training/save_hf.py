@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +14,10 @@ from vime.config.lora import AdapterInfo
 from vime.types import CheckpointError
 from vime.utils.files import sync, sync_tree
 from vime.weights.adapter_files import write_adapter
+from vime.weights.hf_files import copy_companions, write_index
 from vime.weights.plan import TensorMeta
 
 SHARD_BYTES = 4 << 30
-COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer, chat template, generation defaults
 
 
 def write_hf(
@@ -44,7 +43,7 @@ def write_hf(
         partial.mkdir(parents=True)
         if adapter is None:
             _write_tensors(partial, stream, metadata)
-            _copy_companions(partial, source, dtype=metadata[0].dtype)
+            copy_companions(partial, source, dtype=metadata[0].dtype)
         else:
             write_adapter(partial, dict(stream), adapter, base=str(source))
         sync_tree(partial)
@@ -71,19 +70,15 @@ def _recover(directory: Path, former: Path) -> None:
 
 def _write_tensors(directory: Path, stream: Iterator[tuple[str, Tensor]], metadata: Sequence[TensorMeta]) -> None:
     files = plan_files(metadata)
-    total_bytes = 0
     for name, metas in files.items():
         tensors = {}
         for meta in metas:
             hf_name, tensor = next(stream)
             assert hf_name == meta.name, (hf_name, meta.name)
             tensors[hf_name] = tensor.detach().cpu().clone()  # a contiguous copy: safetensors refuses shared storage
-            total_bytes += tensors[hf_name].nbytes
         save_file(tensors, str(directory / name), metadata={"format": "pt"})
     if len(files) > 1:
-        weight_map = {meta.name: name for name, metas in files.items() for meta in metas}
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        write_index(directory, files)
     assert next(stream, None) is None, "the export continues after the last tensor of its metadata"
 
 
@@ -100,14 +95,3 @@ def plan_files(metadata: Sequence[TensorMeta]) -> dict[str, list[TensorMeta]]:
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
-
-
-def _copy_companions(directory: Path, source: Path, *, dtype: str) -> None:
-    """Write config.json with the dtype of these weights, and copy the tokenizer's files."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, directory / file.name)
-    config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = dtype
-    (directory / "config.json").write_text(json.dumps(config, indent=2))

@@ -1,8 +1,9 @@
 """Transport `disk`: safetensors files in a directory that the sender and every engine can read.
 
 The slowest and the least demanding one: it crosses hosts that share nothing but a file system. Each update is a
-directory of Hugging Face shards, so the newest one can also start an engine: it has its name when it is whole, and a
-higher number than those before it, whichever sender made them.
+directory that transformers and vLLM load, with config and tokenizer, so anybody can start an engine from the newest
+one (an update of an adapter: its tensors alone). It has its name when it is whole, and a higher number than those
+before it, whichever sender made them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 
 from vime.protocols import EngineControl
 from vime.types import PublishError
+from vime.weights.hf_files import copy_companions, write_index
 from vime.weights.plan import Bucket, TensorMeta
 from vime.weights.wire import BucketReceiver, BucketSender, Deliver, update_to_wire
 
@@ -25,11 +27,12 @@ UPDATE, DRAFT = "update_", ".update_"
 
 
 class DiskSender(BucketSender):
-    """Writes one shard per bucket and keeps the newest updates."""
+    """Writes one shard per bucket and keeps the newest updates. `source`: the model's directory, for all but the
+    weights; None where they are no model's."""
 
-    def __init__(self, directory: Path, *, bucket_bytes: int, timeout_s: float) -> None:
+    def __init__(self, directory: Path, *, source: Path | None, bucket_bytes: int, timeout_s: float) -> None:
         super().__init__(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
-        self._directory = directory.absolute()
+        self._directory, self._source = directory.absolute(), source
 
     def connect(self, fleet: EngineControl) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -50,9 +53,16 @@ class DiskSender(BucketSender):
         update = self._directory / f"{UPDATE}{number:07d}"
         draft = self._directory / f"{DRAFT}{number:07d}"
         draft.mkdir()
+        files: dict[str, list[TensorMeta]] = {}
         for bucket, buffer in filled:
+            name = shard_name(bucket)
             # clone: the format refuses tensors that share one memory
-            save_file({slot.meta.name: slot.view(buffer).clone() for slot in bucket.slots}, draft / shard_name(bucket))
+            tensors = {slot.meta.name: slot.view(buffer).clone() for slot in bucket.slots}
+            save_file(tensors, draft / name, metadata={"format": "pt"})
+            files[name] = [slot.meta for slot in bucket.slots]
+        if self._source is not None:
+            write_index(draft, files)
+            copy_companions(draft, self._source, dtype=metadata[0].dtype)
         draft.rename(update)
         deliver({**update_to_wire(metadata, self._bucket_bytes), "path": str(update)})
 

@@ -28,16 +28,18 @@ SHM_BUCKET_BYTES = 64 << 20
 """Both ends are on one host and each holds a bucket; a larger one gains nothing, because a call takes milliseconds."""
 
 
-def make_sender(name: str, *, bucket_bytes: int | None, directory: Path, timeout_s: float) -> WeightSender:
-    """Make the trainer's end. `directory` is used by `disk` alone; `timeout_s` bounds each step of a broadcast.
-    `bucket_bytes` None: what suits the transport."""
+def make_sender(
+    name: str, *, bucket_bytes: int | None, directory: Path, timeout_s: float, source: Path | None = None
+) -> WeightSender:
+    """Make the trainer's end. `directory`, and `source` for config and tokenizer, are used by `disk` alone; `timeout_s`
+    bounds each step of a broadcast. `bucket_bytes` None: what suits the transport."""
     bucket_bytes = bucket_bytes or (SHM_BUCKET_BYTES if name == "shm" else BUCKET_BYTES)
     if name == "shm":
         return ShmSender(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     if name == "ipc":
         return IpcSender(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     if name == "disk":
-        return DiskSender(directory, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        return DiskSender(directory, source=source, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     if name in ("gloo", "nccl"):
         return BroadcastSender(name, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     raise ValueError(f"no weight transport {name!r}; expected one of {sorted(RECEIVERS)}")

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.helpers import tiny_models
 from tests.helpers.engine_updates import kill_one_of_two_in_a_broadcast
@@ -343,6 +344,22 @@ def test_disk_keeps_the_two_newest_updates(two_fakes, tmp_path):
     kept = sorted(path.name for path in tmp_path.glob("update_*"))
     assert kept == ["update_0000003", "update_0000004"]
     assert [path.name for path in (tmp_path / kept[-1]).iterdir()] == ["model-00001-of-00001.safetensors"]
+
+
+def test_anybody_can_load_the_newest_update_on_disk(two_fakes, qwen3_dir, tmp_path):
+    """Transformers reads it by itself: the model, with the bits that were sent, and the tokenizer."""
+    _, _, control = two_fakes
+    sent = {name: tensor + 1.0 for name, tensor in tiny_models.load(qwen3_dir).state_dict().items()}
+    sender = make_sender("disk", bucket_bytes=BUCKET_BYTES, directory=tmp_path, timeout_s=10, source=qwen3_dir)
+    sender.connect(control)
+    deliver = partial(control.update, version=1, pause_mode="keep")
+    sender.send_update(iter(sent.items()), [TensorMeta.of(name, tensor) for name, tensor in sent.items()], deliver)
+    [update] = tmp_path.glob("update_*")
+    assert len(list(update.glob("*.safetensors"))) > 1, "an index is needed"
+    loaded = tiny_models.load(update).state_dict()
+    assert content_hash(loaded) == content_hash(sent)
+    tokenizer = AutoTokenizer.from_pretrained(update)
+    assert tokenizer.encode("12+3") == AutoTokenizer.from_pretrained(qwen3_dir).encode("12+3")
 
 
 def test_a_sender_on_disk_goes_on_behind_the_updates_of_the_one_before(two_fakes, tmp_path):
