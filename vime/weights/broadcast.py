@@ -42,6 +42,7 @@ from vime.weights.wire import BucketReceiver, BucketSender, Deliver, update_to_w
 R = TypeVar("R")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GIVEN_UP = "given-up"  # the key in the store of a group
+GIVEN_UP_SAYS = "the sender has given up the broadcast group of this weight update."
 LOOK_S = 0.5
 """Seconds between two looks of a receiver whether its group was given up."""
 
@@ -202,13 +203,16 @@ class BroadcastReceiver(BucketReceiver):
             raise PublishError("weight update over another broadcast group than this engine has joined last.")
 
     def connect(self, init_info: Mapping[str, object], worker_rank: int) -> None:
+        """Called once. A call that comes late, of a group that was given up, is refused at once."""
         told = msgspec.convert(init_info, _ConnectInfo)
         timeout = timedelta(seconds=told.timeout_s)
-        self._group = None
+        _refuse_absent(told.master_address, told.master_port, told.timeout_s)
         # Two connections: while the group waits for a peer at one of them, nothing else can be asked there.
         store, self._store = (
             join_store(told.master_address, told.master_port, told.world_size, timeout=timeout) for _ in range(2)
         )
+        if self._store.check([GIVEN_UP]):
+            raise PublishError(GIVEN_UP_SAYS)
         rank, own = told.rank_offset + worker_rank, local_address(f"http://{told.master_address}")
         join = partial(_join, self.backend, store, rank, told.world_size, own, timeout)
         self._group = join() if self.backend == "nccl" else self._unless_given_up(join)
@@ -254,7 +258,7 @@ class BroadcastReceiver(BucketReceiver):
         calling = in_background("weight-broadcast", call)
         while not wait([calling], timeout=LOOK_S).done:
             if self._is_given_up():
-                raise PublishError("the sender has given up the broadcast group of this weight update.")
+                raise PublishError(GIVEN_UP_SAYS)
         return calling.result()
 
     def _is_given_up(self) -> bool:
@@ -268,6 +272,14 @@ class NcclReceiver(BroadcastReceiver):
     """The same on the GPU."""
 
     backend = "nccl"
+
+
+def _refuse_absent(host: str, port: int, timeout_s: float) -> None:
+    """Refuse a store whose process is gone: torch would try until its deadline. The sender opens it before it asks."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError as error:
+        raise PublishError(f"the sender of this weight update does not listen at {host}:{port}: {error}.") from error
 
 
 def local_address(url: str) -> str:

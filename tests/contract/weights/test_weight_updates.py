@@ -458,6 +458,34 @@ def test_a_call_of_a_broadcast_group_that_was_given_up_is_refused_before_it_load
     assert first.weights.keys() == WEIGHTS.keys()
 
 
+@pytest.mark.parametrize("ended", ["given up", "gone"])
+def test_a_late_call_to_join_an_earlier_group_leaves_the_newer_one(ended, fleet, model, tmp_path, monkeypatch):
+    told, join = [], fleet.init_transfer
+
+    def note(infos):
+        told.append(infos)
+        join(infos)
+
+    monkeypatch.setattr(fleet, "init_transfer", note)
+    earlier, newer = (
+        make_sender("gloo", bucket_bytes=BUCKET_BYTES, directory=tmp_path, timeout_s=TIMEOUT_S) for _ in range(2)
+    )
+    earlier.connect(fleet)
+    if ended == "gone":
+        earlier.close()
+    else:
+        earlier._say_given_up()
+    newer.connect(fleet)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="does not listen" if ended == "gone" else "has given up the broadcast group"):
+        join(told[0])
+    assert time.monotonic() - began < TIMEOUT_S / 2, "the call waited for the group's deadline"
+    tiny_models.perturb(model, seed=6)
+    assert send(model, fleet, newer, 6).content_hash == content_hash(dict(tiny_models.stream(model)))
+    newer.close()
+    earlier.close()
+
+
 def test_a_call_of_the_scripted_engine_holds_its_worker_while_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch takes seconds to import. A call that waited for it before it had the worker was overtaken by the next one:
     it came last, and took the engine out of the group that the next one had joined."""

@@ -256,8 +256,9 @@ class FakeEngine:
 
                 from vime.weights.transports import make_receiver
 
-                self._receiver = make_receiver(str(init_info["transport"]), torch.device("cpu"))
-                self._receiver.connect(init_info, 0)
+                receiver = make_receiver(str(init_info["transport"]), torch.device("cpu"))
+                receiver.connect(init_info, 0)
+                self._receiver = receiver
         elif route == UPDATE_ROUTE:
             return 200, self._update(msgspec.json.decode(body, type=_Update))
         elif route == WEIGHTS_ROUTE:

@@ -85,10 +85,12 @@ class VimeEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         return BucketInfo(update_dict)
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
+        """The former receiver stays until the new one is connected: a call that comes late is refused there."""
         parallel = self.parallel_config
+        receiver = make_receiver(str(init_info.told["transport"]), self.device)
+        receiver.connect(init_info.told, parallel.data_parallel_index * parallel.world_size + parallel.rank)
         self.shutdown()
-        self.receiver = make_receiver(str(init_info.told["transport"]), self.device)
-        self.receiver.connect(init_info.told, parallel.data_parallel_index * parallel.world_size + parallel.rank)
+        self.receiver = receiver
         self._required = required_names(self.model_config)
 
     def start_weight_update(self) -> None:
