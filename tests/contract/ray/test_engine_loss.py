@@ -108,7 +108,7 @@ def test_requests_go_on_while_an_engine_is_dead_and_nobody_has_noticed(start_fle
     assert fleet.events() == []
 
 
-@pytest.mark.parametrize("whose", ["server", "actor"])
+@pytest.mark.parametrize("whose", ["server", pytest.param("actor", marks=pytest.mark.nightly)])
 def test_a_stopped_engine_is_lost_at_the_deadline_of_its_health_check(start_fleet, whose, monkeypatch) -> None:
     from vime.ray import engines as engines_module
 
@@ -259,7 +259,7 @@ def test_a_killed_router_is_back_at_its_address_and_a_request_in_progress_is_sen
     assert has_ended(router)
 
 
-@pytest.mark.parametrize("whose", ["server", "actor"])
+@pytest.mark.parametrize("whose", ["server", pytest.param("actor", marks=pytest.mark.nightly)])
 def test_a_stopped_router_is_lost_at_the_deadline_of_its_health_check(start_fleet, whose, monkeypatch) -> None:
     from vime.ray import engines as engines_module
 

@@ -88,6 +88,7 @@ def test_a_shipped_launch_needs_nothing_that_the_installation_leaves_out(
     assert not config.tracking.use_wandb
 
 
+@pytest.mark.nightly
 def test_30_billion_parameters_fit_two_nodes_that_train_and_generate_in_turns(tmp_path: Path, downloaded: Path) -> None:
     flags = script_flags("run-qwen3-30B-A3B.sh", tmp_path, downloaded)
     fits = plan("--json", *flags, is_of_its_own=True)

@@ -91,9 +91,10 @@ def assert_the_same(never_stopped: Finished, streamed: Finished) -> None:
     assert audit_run(streamed.run_dir, saved=saved, claims=partial(read_claims, streamed.run_dir)).findings == ()
 
 
+@pytest.mark.nightly
 def test_streaming_trains_the_same_adapter(never_stopped: Finished, flags: list[str], tmp_path: Path) -> None:
-    """That an adapter resumes with equal bits: test_fsdp_lora.py; that a run is killed: test_equivalence_ladder.py;
-    both together, by night: the next."""
+    """In the usual session: that streaming trains a model as mode off does, test_equivalence_ladder.py; that an adapter
+    resumes with equal bits, test_fsdp_lora.py. Both together, and killed: the next."""
     streamed = train([*flags, "--transferqueue-mode", "streaming"], tmp_path / "run")
     assert_the_same(never_stopped, streamed)
     assert min(hashes(streamed)) == 0

@@ -91,7 +91,8 @@ def test_the_audit_and_the_dump_know_the_images(streamed: Finished) -> None:
     assert any("data:image/png;base64" in json.dumps(record) for record in kept)
 
 
-@pytest.mark.parametrize("mode", ["off", pytest.param("buffer", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["off", "buffer"])
 def test_in_another_mode_the_same_weights_are_trained(
     flags: list[str], streamed: Finished, tmp_path: Path, mode: str
 ) -> None:

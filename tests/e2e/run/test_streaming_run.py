@@ -197,6 +197,7 @@ def test_async_streaming_on_vllm_trains_each_group_once(tiny_task: TinyTask, tmp
     assert {line["transferqueue/sample_staleness/max"] for line in finished.metrics().values()} == {0.0, 1.0}
 
 
+@pytest.mark.nightly
 def test_a_manager_that_dies_while_it_keeps_what_a_stop_cut_costs_no_group(
     tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
