@@ -34,6 +34,8 @@ class ServerActor(Protocol):
 class EngineActor:
     """Owns one `vllm serve` child, which dies with this actor, and the actors of the engine's further nodes."""
 
+    _is_stopped = False
+
     def __init__(
         self,
         config: Config,
@@ -70,12 +72,16 @@ class EngineActor:
 
     def check(self, deadline_s: float, is_updating: bool) -> str | None:
         """Return the version that it puts on its tokens. EngineLostError with the last log lines when the child, or one
-        on a further node, has ended, or hangs for `deadline_s`."""
-        self._followers.check()
+        on a further node, has ended, or hangs for `deadline_s`. None when it is stopped meanwhile: whoever stops it
+        reads no answer, and Ray shows an error that nobody reads."""
         try:
+            self._followers.check()
             return self._process.check_health(deadline_s, is_updating=is_updating)
-        except EngineLostError:
-            self._followers.check()  # the server hangs when a part is gone, which says more
+        except EngineError as error:
+            if self._is_stopped:
+                return None
+            if isinstance(error, EngineLostError):
+                self._followers.check()  # the server hangs when a part is gone, which says more
             raise
 
     def num_requests(self) -> int | None:
@@ -84,6 +90,7 @@ class EngineActor:
         return _said_by(self._process)
 
     def stop(self) -> None:
+        self._is_stopped = True
         stopping = self._followers.begin_stop()
         self._process.stop()
         self._followers.end_stop(stopping)
