@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vime.config.lora import AdapterInfo
 from vime.types import CheckpointError
 from vime.utils.files import sync, sync_tree
 from vime.weights.adapter_files import write_adapter
-from vime.weights.hf_files import copy_companions, write_index
+from vime.weights.hf_files import copy_companions, write_index, write_shard
 from vime.weights.plan import TensorMeta
 
 SHARD_BYTES = 4 << 30
@@ -76,7 +75,7 @@ def _write_tensors(directory: Path, stream: Iterator[tuple[str, Tensor]], metada
             hf_name, tensor = next(stream)
             assert hf_name == meta.name, (hf_name, meta.name)
             tensors[hf_name] = tensor.detach().cpu().clone()  # a contiguous copy: safetensors refuses shared storage
-        save_file(tensors, str(directory / name), metadata={"format": "pt"})
+        write_shard(directory / name, tensors)
     if len(files) > 1:
         write_index(directory, files)
     assert next(stream, None) is None, "the export continues after the last tensor of its metadata"

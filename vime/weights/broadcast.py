@@ -279,7 +279,11 @@ def _refuse_absent(host: str, port: int, timeout_s: float) -> None:
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
-        raise PublishError(f"the sender of this weight update does not listen at {host}:{port}: {error}.") from error
+        raise PublishError(
+            f"the sender of this weight update does not listen at {host}:{port}: {error}. Expected the store that it "
+            "opened before this call. Either it is gone, and its run connects anew, or a firewall is between: check that "
+            "this host reaches the trainer's."
+        ) from error
 
 
 def local_address(url: str) -> str:

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from vime.protocols import EngineControl
 from vime.types import PublishError
-from vime.weights.hf_files import copy_companions, write_index
+from vime.weights.hf_files import copy_companions, write_index, write_shard
 from vime.weights.plan import Bucket, TensorMeta
 from vime.weights.wire import BucketReceiver, BucketSender, Deliver, update_to_wire
 
@@ -58,7 +57,7 @@ class DiskSender(BucketSender):
             name = shard_name(bucket)
             # clone: the format refuses tensors that share one memory
             tensors = {slot.meta.name: slot.view(buffer).clone() for slot in bucket.slots}
-            save_file(tensors, draft / name, metadata={"format": "pt"})
+            write_shard(draft / name, tensors)
             files[name] = [slot.meta for slot in bucket.slots]
         if self._source is not None:
             write_index(draft, files)

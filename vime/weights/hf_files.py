@@ -1,4 +1,4 @@
-"""What makes a Hugging Face directory of files with weights: an index, the config and the tokenizer's files."""
+"""A Hugging Face directory: files with weights, and what makes a model of them: an index, config and tokenizer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 from vime.weights.plan import TensorMeta
 
 COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer, chat template, generation defaults
+
+
+def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one file with weights, for whoever may read its directory: the library makes it for its owner alone. The
+    format refuses tensors that share one memory."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def write_index(directory: Path, files: Mapping[str, Sequence[TensorMeta]]) -> None:

@@ -262,7 +262,7 @@ def test_our_own_job_passes_every_check(tiny_task, tmp_path):
         "--debug-engine-module vime.backends.vllm_utils.scripted_server"
     )
     command = f"cd {ROOT}; exec {sys.executable} {job}"
-    assert judged(command, model=tiny_task.model, lease_timeout_s=10.0, timeout_s=200.0) == {}
+    assert judged(command, model=tiny_task.model, lease_timeout_s=6.0, timeout_s=200.0) == {}
 
 
 @needs_node

@@ -30,7 +30,7 @@ def found(tmp_path_factory):
         cwd=ROOT,
         env={**environment, "RAY_AUTH_MODE": "disabled"},
         check=True,
-        timeout=600,
+        timeout=300,
     )
     return json.loads(output.read_text())
 

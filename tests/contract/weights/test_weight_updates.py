@@ -24,6 +24,8 @@ from tests.helpers.engine_updates import kill_one_of_two_in_a_broadcast
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.backends.vllm_utils.routes import UPDATE_ROUTE
+from vime.config.parse import parse
+from vime.ray.publisher import Publisher
 from vime.types import EngineError, PublishError, WaitTimeoutError
 from vime.weights.hashing import content_hash
 from vime.weights.plan import TensorMeta
@@ -356,10 +358,24 @@ def test_anybody_can_load_the_newest_update_on_disk(two_fakes, qwen3_dir, tmp_pa
     sender.send_update(iter(sent.items()), [TensorMeta.of(name, tensor) for name, tensor in sent.items()], deliver)
     [update] = tmp_path.glob("update_*")
     assert len(list(update.glob("*.safetensors"))) > 1, "an index is needed"
+    assert len({file.stat().st_mode for file in update.iterdir()}) == 1, "who may read config.json may read the weights"
     loaded = tiny_models.load(update).state_dict()
     assert content_hash(loaded) == content_hash(sent)
     tokenizer = AutoTokenizer.from_pretrained(update)
     assert tokenizer.encode("12+3") == AutoTokenizer.from_pretrained(qwen3_dir).encode("12+3")
+
+
+@pytest.mark.parametrize(("flags", "is_model"), [((), True), (("--lora-rank", "4"), False)])
+def test_a_run_writes_model_directories_where_it_trains_a_model(flags, is_model, qwen3_dir, tmp_path):
+    """With an adapter its updates are the adapter's tensors, which are no model."""
+    given = ["--device", "cpu", "--hf-checkpoint", str(qwen3_dir), "--update-weight-transport", "disk", *flags]
+    backend = ["--train-backend", "fsdp"] if flags else []
+    with FakeEngine() as engine:
+        publisher = Publisher(parse([*given, *backend]), tmp_path, [engine.address])
+        publisher.publish(iter(WEIGHTS.items()), [TensorMeta.of(*pair) for pair in WEIGHTS.items()], 1)
+        publisher.close()
+    [update] = (tmp_path / "weights").glob("update_*")
+    assert (update / "config.json").is_file() == (update / "tokenizer.json").is_file() == is_model
 
 
 def test_a_sender_on_disk_goes_on_behind_the_updates_of_the_one_before(two_fakes, tmp_path):
