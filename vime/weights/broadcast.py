@@ -281,8 +281,8 @@ def _refuse_absent(host: str, port: int, timeout_s: float) -> None:
     except OSError as error:
         raise PublishError(
             f"the sender of this weight update does not listen at {host}:{port}: {error}. Expected the store that it "
-            "opened before this call. Either it is gone, and its run connects anew, or a firewall is between: check that "
-            "this host reaches the trainer's."
+            "opened before this call. Either it is gone, and its run connects anew, or a firewall is between: check "
+            "that this host reaches the trainer's."
         ) from error
 
 
