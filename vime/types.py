@@ -75,12 +75,6 @@ def tiling_fault(spans: Sequence[VersionSpan], length: int) -> str | None:
     return None if covered == length else f"version spans cover {covered} of {length} tokens"
 
 
-def oldest_trainable(spans: Sequence[VersionSpan], loss_mask: Sequence[int]) -> Version | None:
-    """Return the oldest version of the trainable tokens; of all tokens when none is trainable; None without any."""
-    trainable = [span.version for span in spans if any(loss_mask[span.start : span.end])]
-    return min(trainable or [span.version for span in spans], default=None)
-
-
 Number = TypeVar("Number", int, float)
 OWN = "own"
 """The key under which `Sample.to_dict` keeps attributes that plug-ins set, as far as JSON can hold them."""
@@ -174,11 +168,6 @@ class Sample:
     def weight_versions(self) -> list[Version]:
         """The distinct versions that sampled this completion, oldest first."""
         return sorted({span.version for span in self.token_policy_versions})
-
-    @property
-    def oldest_trainable_version(self) -> Version | None:
-        """Oldest version among the trainable tokens; of all tokens when none is trainable; None without tokens."""
-        return oldest_trainable(self.token_policy_versions, self.loss_mask)
 
     def append_response_tokens(
         self,

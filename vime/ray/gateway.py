@@ -103,7 +103,7 @@ class GatewayActor(WorkerProcess):
             limits=_limits(config),
             lease_key=tokens.lease_key,
         )
-        self._taken = WorkerStats()  # what `take_stats` has reported
+        self._taken = WorkerStats()  # what `_take_stats` has reported
         self._rewards: list[float] = []
         queue = config.queue
         self._server = GatewayServer(
@@ -168,7 +168,7 @@ class GatewayActor(WorkerProcess):
             num_jobs=len(jobs),
         )
 
-    def take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]:
+    def _take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]:
         stats = self._stats()
         self._taken.committed_groups += stats.committed_groups
         self._taken.dropped += stats.dropped

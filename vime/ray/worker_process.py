@@ -18,6 +18,7 @@ from vime.ray.stores import connect_store, group_store, replace_queue
 from vime.rollout.group_worker import WorkerStats
 from vime.rollout.plugins import load_data_source
 from vime.rollout.worker import PromptsByNumber
+from vime.utils.heap import collect_garbage, collect_when_asked
 from vime.utils.processes import place
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class WorkerProcess(ABC, StoresGroups):
         self._queue = connect_store(config, queue_address)
         self._store = group_store(config, Path(run_dir), self._queue, worker=number)
         self._source = cast("PromptsByNumber", load_data_source(config.flat))  # the RolloutManager has looked
+        collect_when_asked()
 
     def replace_queue(self, address: QueueAddress) -> None:
         """Store in another queue from now on. This process reads nothing there."""
@@ -71,8 +73,13 @@ class WorkerProcess(ABC, StoresGroups):
     def report(self) -> WorkerReport:
         """Return at once, whatever the process does."""
 
+    def take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]:
+        """Return what was counted since the last call, which is made once a round."""
+        collect_garbage()
+        return self._take_stats()
+
     @abstractmethod
-    def take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]: ...
+    def _take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]: ...
 
     @abstractmethod
     def close(self) -> None: ...

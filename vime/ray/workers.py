@@ -122,7 +122,7 @@ class RolloutWorkerActor(WorkerProcess):
             error=error,
         )
 
-    def take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]:
+    def _take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]:
         return self._worker.take_stats(), sample_recorder.RECORDER.take_dropped()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -101,7 +101,13 @@ def is_plain_tokenizer(path: Path) -> bool:
 
 def context_limit(args: Args) -> int:
     """Return the longest prompt + completion, tokens: --rollout-max-context-len, else the model's positions."""
-    return args.rollout_max_context_len or read_model_shape(args.hf_checkpoint).max_position_embeddings
+    return args.rollout_max_context_len or _positions(args.hf_checkpoint)
+
+
+@cache
+def _positions(hf_checkpoint: str) -> int:
+    """Asked once a sample, read once."""
+    return read_model_shape(hf_checkpoint).max_position_embeddings
 
 
 class Prompts(list[Prompt]):

@@ -22,9 +22,10 @@ MODES = {
     # engines that sleep and discard their weights while two ranks train, and the reverse
     "colocated": ["--colocate", "--rollout-num-engines", "1"],
     # before the kill too; in the usual session four workers go on with what none began
+    "two workers": ["--transferqueue-mode", "streaming", "--num-rollout-workers", "2"],
     "four workers": ["--transferqueue-mode", "streaming", "--num-rollout-workers", "4"],
 }
-NIGHTLY = ("buffer", "colocated", "four workers")
+NIGHTLY = ("buffer", "colocated", "two workers", "four workers")
 GOES_ON_WITH = {
     "buffer": ["--rollout-num-engines", "1", "--vllm-router-count", "1"],
     "streaming": ["--num-rollout-workers", "4"],
