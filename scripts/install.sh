@@ -2,12 +2,14 @@
 # Make .venv (or use $VIME_VENV) and install Vime with the parts for this machine. Safe to run again: a stamp
 # per extra records what was installed, and nothing happens while setup.py is unchanged.
 #   ./scripts/install.sh [extra ...]      extras besides cpu|gpu and dev, for example: smollm2 reasoning-gym
+#   ./scripts/install.sh gpu              for GPUs where none is visible: the head of a cluster, an image that is built
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VIME_VENV:-.venv}
 PYTHON=${PYTHON:-python3.11}
 command -v "$PYTHON" >/dev/null || PYTHON=python3
-if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then DEVICE=gpu; else DEVICE=cpu; fi
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then SEEN=gpu; else SEEN=cpu; fi
+case " $* " in *" gpu "*) DEVICE=gpu ;; *" cpu "*) DEVICE=cpu ;; *) DEVICE=$SEEN ;; esac
 EXTRAS=$(printf '%s\n' "$DEVICE" dev "$@" | sort -u | paste -sd,)
 STAMP=$VENV/.vime-installed-$(printf '%s %s' "$PWD" "$(sha256sum setup.py)" | sha256sum | cut -c1-16)
 missing=$(for extra in ${EXTRAS//,/ }; do [ -e "$STAMP-$extra" ] || echo "$extra"; done)
@@ -15,12 +17,12 @@ missing=$(for extra in ${EXTRAS//,/ }; do [ -e "$STAMP-$extra" ] || echo "$extra
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {
   echo "install: needs Python 3.11, got $("$PYTHON" --version 2>&1). Set PYTHON=/path/to/python3.11." >&2; exit 2; }
-if [ "$DEVICE" = gpu ]; then
+if [ "$DEVICE$SEEN" = gpugpu ]; then
   # torch 2.13's build for CUDA 13.0: with an older driver everything installs, and then torch sees no device.
   DRIVER=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
   [ "${DRIVER%%.*}" -ge 580 ] 2>/dev/null || {
     echo "install: NVIDIA driver '$DRIVER'; torch 2.13.0 with CUDA 13.0 needs 580 or newer. Update the driver" \
-         "(or hide the GPU from nvidia-smi to install for the CPU)." >&2; exit 2; }
+         "(or install for the CPU: ./scripts/install.sh cpu)." >&2; exit 2; }
 fi
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 # No bytecode by pip: it makes that of 30,000 files on one core (40 CPU s). The last step makes what a run imports.

@@ -34,6 +34,10 @@ EXECUTED_BY = {
     "tests/unit/project/test_long_scripts.py::test_the_night_runs_every_part_and_says_which_failed": (
         "./scripts/nightly.sh OUT",
     ),
+    # Python and pip are stand-ins there
+    "tests/unit/project/test_install_script.py::test_a_machine_without_a_gpu_can_be_given_the_packages_for_gpus": (
+        "./scripts/install.sh gpu",
+    ),
     "tests/e2e/run/test_refusals.py::test_help_lists_the_groups": ("python train.py --help",),
     "tests/e2e/run/test_quickstart.py::test_the_quick_start_learns": ("./scripts/quickstart.sh",),
     f"{HERE}::test_the_quick_start_takes_the_flags_that_its_page_says_to_try": (

