@@ -276,7 +276,10 @@ def _speed(config: Config, parts: Sequence[Part], figures: Estimate, *, is_playe
     if not (is_played and figures.is_trainer_assumed):  # a forecast has what was measured
         estimates.append(f"  trainer: {figures.trainer_tokens_per_sec:,.0f} response tokens/s ({assumed})")
     if not (is_played and figures.is_update_assumed):
-        estimates.append(f"  weight update: {figures.update_secs:.1f} s for {figures.update_gb:.1f} GB ({rate})")
+        moved = (
+            f"{figures.update_secs:.1f} s for {figures.update_gb:.1f} GB by {config.weights.update_weight_transport}"
+        )
+        estimates.append(f"  weight update: {moved} ({rate})")
     if figures.engine_tokens_per_sec is not None:
         estimates.append(
             f"  engines: {figures.engine_tokens_per_sec:,.0f} tokens/s; {figures.engines_for_balance:.1f} engine(s) "

@@ -54,22 +54,17 @@ def sleep_level(config: Config) -> int:
 
 
 def transport_in_turns(config: Config) -> str:
-    """Return how weights travel: NCCL takes no two processes on one GPU, and rank 0 sends to all. An engine on its GPU
-    opens its memory; other engines of its node get them by way of the host, those of other nodes over the network."""
-    cluster = config.cluster
-    if cluster.device == "cpu":
-        return "shm" if cluster.ray_address is None or cluster.actor_num_nodes == 1 else "gloo"
-    if cluster.num_engines == 1:
-        return "ipc"
-    return "shm" if cluster.actor_num_nodes == 1 else "gloo"
+    """Return how weights travel: NCCL takes no two processes on one GPU, but an engine can open what a rank that shares
+    its GPU holds there."""
+    return "shm" if config.cluster.device == "cpu" else "ipc"
 
 
 def check_colocation(config: Config) -> None:
     cluster, debug, transport = config.cluster, config.debug, config.weights.update_weight_transport
-    if transport == "ipc" and not (cluster.colocate and cluster.device == "cuda" and cluster.num_engines == 1):
+    if transport == "ipc" and not (cluster.colocate and cluster.device == "cuda"):
         raise ConfigError(
-            "--update-weight-transport ipc: only an engine on the GPU of trainer rank 0 can open its memory. Expected "
-            "--colocate on GPUs and one engine. Leave it out, or use shm."
+            "--update-weight-transport ipc: an engine opens the memory of a trainer rank on its GPU. Expected "
+            "--colocate on GPUs. Leave it out, or use shm."
         )
     if not cluster.colocate:
         return
@@ -113,9 +108,4 @@ def check_colocation(config: Config) -> None:
         raise ConfigError(
             "--colocate with --update-weight-transport nccl: NCCL takes no two processes on one GPU. Leave it out, or "
             "use shm, gloo or disk."
-        )
-    if transport == "shm" and cluster.actor_num_nodes > 1 and cluster.num_engines > engines_of_node(config):
-        raise ConfigError(
-            "--colocate with --update-weight-transport shm: engines are on several nodes, and the memory that they "
-            "would read is on one. Leave it out, or use gloo or disk."
         )

@@ -305,8 +305,8 @@ class WeightsConfig:
     update_weights_interval: int = flag(1, "rounds between weight updates", minimum=1)
     update_weight_transport: str = flag(
         "auto",
-        "auto: shm on one CPU host, nccl on GPUs; with --colocate on GPUs ipc (one engine opens the memory of "
-        "the trainer on its GPU), shm with several engines, gloo on several nodes",
+        "auto: shm on one CPU host, nccl on GPUs, gloo on several CPU nodes; with --colocate ipc on GPUs (an engine "
+        "opens the memory of the trainer rank on its GPU) and shm on CPUs",
         choices=("auto", "nccl", "gloo", "shm", "ipc", "disk"),
     )
     update_weight_buffer_size: int | None = flag(

@@ -1,21 +1,23 @@
 """Where weights leave the trainer.
 
 `Publishing` is a trainer rank's part: which weights go to the engines, the model, or its base once and then adapters.
-`Publisher` is rank 0's sender and its control of the engines, built once and kept.
+`Publisher` is a sender and its control of the engines that it sends to, built once and kept.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from vime.backends.vllm_utils.control import FleetControl
+from vime.config.colocation import shared_ranks
 from vime.config.deadlines import update_deadline_s
 from vime.config.lora import AdapterInfo
 from vime.config.parse import Config
-from vime.types import EngineAddress, PublishError, Version
-from vime.weights.publish import PublishReport, publish, publish_error
+from vime.types import EngineAddress, PublishError, PublishLostError, Version
+from vime.weights.publish import PublishReport, Sent, publish, publish_error
 
 if TYPE_CHECKING:
     import torch
@@ -23,25 +25,36 @@ if TYPE_CHECKING:
     from vime.protocols import AdapterEngine, TrainEngine
     from vime.weights.plan import TensorMeta
 
+BY_MEMORY = ("shm", "ipc")
+"""Transports whose two ends are on one node, or on one GPU."""
+
 
 class Publishing:
-    """Publishes for one trainer rank: rank 0 sends, the others take part in the gathering."""
+    """Publishes for one trainer rank: rank 0 sends, or with --colocate a rank on each engine's GPUs; the others take
+    part in the gathering."""
 
     def __init__(self, config: Config, run_dir: Path, rank: int) -> None:
         self._config, self._run_dir, self._rank = config, run_dir, rank
+        self.needs_every_rank = has_many_senders(config)
         self._publisher: Publisher | None = None
         self._with_base: set[str] = set()  # engines that have the model for which they get adapters
 
-    def publish(self, actor: TrainEngine, version: Version, engines: list[EngineAddress]) -> PublishReport | None:
-        """Collective over the ranks that hold shards. Returns what rank 0 sent."""
+    def publish(self, actor: TrainEngine, version: Version, engines: list[EngineAddress]) -> Sent:
+        """Collective over the ranks that hold shards. Returns what this rank sent; None: to no engine. One of several
+        senders returns the error when each of its engines was lost, because those of the others are not."""
         streams = self._streams(actor, engines)
-        report = None
+        report: Sent = None
+        mine = senders(self._config, engines).get(self._rank)
         try:
-            if self._rank == 0:
-                report = self._send(actor, streams, version, self._publisher_to(engines))
+            if mine:
+                report = self._send(actor, streams, version, self._publisher_to(mine))
+        except PublishLostError as error:
+            if not self.needs_every_rank:
+                raise
+            report = error
         finally:
             for stream in streams.values():
-                for _ in stream:  # its collectives are reached by every rank, also when rank 0 failed
+                for _ in stream:  # its collectives are reached by every rank, also when a sender failed
                     pass
         self._with_base = {address.url for address in engines}  # not those that are lost now: they come back without
         return report
@@ -72,7 +85,7 @@ class Publishing:
         metadata = cast("AdapterEngine", actor).adapter_metadata()
         return publisher.publish(streams["adapter"], metadata, version, adapter=self._config.lora.described)
 
-    def _publisher_to(self, engines: list[EngineAddress]) -> Publisher:
+    def _publisher_to(self, engines: Sequence[EngineAddress]) -> Publisher:
         """Return the publisher, a new one when an engine was lost or started again since."""
         if self._publisher is not None and not self._publisher.reaches(engines):
             closed, self._publisher = self._publisher, None
@@ -83,6 +96,25 @@ class Publishing:
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+
+
+def has_many_senders(config: Config) -> bool:
+    """Return whether several trainer ranks may send weights, so that each rank has to have them whole."""
+    return config.cluster.colocate and config.weights.update_weight_transport in BY_MEMORY
+
+
+def senders(config: Config, engines: Sequence[EngineAddress]) -> Mapping[int, Sequence[EngineAddress]]:
+    """Return which trainer rank sends weights to which of these engines.
+
+    With --colocate and a transport through memory the first of the ranks that share an engine's GPUs; else rank 0 to
+    all of them.
+    """
+    if not has_many_senders(config):
+        return {0: engines}
+    by_rank = defaultdict[int, list[EngineAddress]](list)
+    for address in engines:
+        by_rank[shared_ranks(config, int(address.name.removeprefix("engine-")))[0]].append(address)
+    return by_rank
 
 
 class Publisher:

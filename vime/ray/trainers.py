@@ -49,6 +49,7 @@ from vime.utils.imports import without_collector
 from vime.utils.manifest import Entry, compare_hashes, share_of
 from vime.utils.network import kept_port
 from vime.utils.waits import doing, waiting
+from vime.weights.publish import PublishReport, Sent, joined
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from vime.training.early import BegunRound
     from vime.training.evidence import MeasuredMismatch
     from vime.training.worker import TrainWorker
-    from vime.weights.publish import PublishReport
 
 GET_LATENCY = "transferqueue/get_latency"  # mode streaming: measured where groups are leased
 PEAK_MEMORY = "perf/peak_memory"  # GiB, of the rank that held most
@@ -205,12 +205,12 @@ class TrainerActor:
         with doing("log-probabilities of given rows"):
             return [logp_R.tolist() for logp_R in self._worker.log_probs(rows, rule)]
 
-    def publish(self, version: Version, engines: list[EngineAddress]) -> PublishReport | None:
-        """Collective over the ranks that hold shards: rank 0 sends, the others take part in the gathering."""
+    def publish(self, version: Version, engines: list[EngineAddress]) -> Sent:
+        """Collective over the ranks that hold shards, or over all where several send: `Publishing.publish`."""
         actor = self._worker.actor
         if self._config.cluster.device == "cpu":
             self._freed.give_back()  # now, because the engines are about to take memory
-        if not actor.takes_part_in_export:
+        if not (actor.takes_part_in_export or self._publishing.needs_every_rank):
             return None
         with span("publish_weights", version=version):
             return self._publishing.publish(actor, version, engines)
@@ -535,9 +535,7 @@ class Trainers:
     ) -> PublishReport:
         deadline_s = update_deadline_s(self._config) + GRACE_S
         wait = self._policy.begin(TrainerActor.publish, version, engines)
-        report = wait(on_poll=on_poll, deadline_s=deadline_s)[0]
-        assert report is not None, "rank 0 publishes"
-        return report
+        return joined(wait(on_poll=on_poll, deadline_s=deadline_s))
 
     def publish_files(self, version: Version, on_poll: Callable[[], None] | None = None) -> str:
         """Write the weights into RUN/published; return their content hash."""

@@ -1,7 +1,7 @@
 """Transport `ipc`: a bucket stays on the GPU that trainer rank and engine share (--colocate), and the engine opens it.
 
 As `shm`, with memory of the GPU in the place of a file: two buckets in turn, one call for each. Only who sees the GPU
-can open them, so the sender's has to be the first that the engine's workers see.
+can open them, so each engine has a sender of its own, whose GPU is the first that the engine's workers see.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vime.protocols import EngineControl, UpdateResponse
@@ -57,6 +57,34 @@ class PublishReport:
             "weights/confirm_time": self.confirm_s,
             "perf/pause_time": self.pause_s,
         }
+
+
+Sent = PublishReport | PublishLostError | None
+"""What one trainer rank says of an update. None: it has sent nothing. An error: each of its engines was lost."""
+
+
+def joined(sent: Sequence[Sent]) -> PublishReport:
+    """Return one report for what all ranks have sent of one version. PublishLostError when no engine of any sender is
+    left, PublishError when two senders had different weights."""
+    reports = {rank: report for rank, report in enumerate(sent) if isinstance(report, PublishReport)}
+    if not reports:
+        errors = [error for error in sent if isinstance(error, PublishLostError)]
+        assert errors, "each engine has a sender"
+        raise errors[0]
+    first = next(iter(reports.values()))
+    if any(report.content_hash != first.content_hash for report in reports.values()):
+        each = ", ".join(f"rank {rank}: {report.content_hash}" for rank, report in reports.items())
+        raise PublishError(
+            f"version {first.version}: trainer ranks sent different weights ({each}), expected the same of all: "
+            "data-parallel ranks hold copies of one model. Go on from the newest checkpoint, and look for a rank with "
+            "other hardware or other packages."
+        )
+    return replace(
+        first,
+        engine_reports=tuple(told for report in reports.values() for told in report.engine_reports),
+        pause_s=max(report.pause_s for report in reports.values()),
+        confirm_s=max(report.confirm_s for report in reports.values()),
+    )
 
 
 def publish(

@@ -132,6 +132,7 @@ def test_30_billion_parameters_fit_one_node_with_the_optimizer_in_host_memory(do
     assert optimizer == 0
     assert peak == pytest.approx(weights + gradients + passes, abs=0.02)
     assert peak + host + 4 > 80, "with what lies in host memory now, and the reserve"
+    assert " GB by ipc (1 GB/s assumed)" in fits.stdout
     assert f"Host memory, page-locked, of the 8 ranks of a node: {8 * host:.0f}" in fits.stdout.replace(".4 GiB", "")
     refused = plan("--no-passes", "--gpu-memory-gib", "79", *model, *ONE_NODE)
     assert refused.returncode == 2, refused.stderr

@@ -5,11 +5,14 @@ discarded them, and lets prompts wait while anything of it is asleep.
 """
 
 import itertools
+import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.metrics_page import undocumented
+from tests.helpers.ray_head import joined_node, running_head
 from tests.helpers.training import Finished, TinyTask, Training, interrupt, train
 
 ROUNDS = 3
@@ -27,6 +30,12 @@ def steps(finished: Finished) -> list[str]:
     return [name for name, _ in itertools.groupby(names)]
 
 
+def sent_by(finished: Finished) -> dict[str, int]:
+    """How many updates each process has brought to engines."""
+    events = finished.events("span_started")
+    return Counter(event["process"] for event in events if event["name"] == "load_weights")
+
+
 def test_two_ranks_and_two_engines_in_turns_train_the_same_bits_as_apart(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = [*tiny_task.flags(), *SCRIPTED, "--num-rollout", str(ROUNDS), "--actor-num-gpus-per-node", "2"]
     flags += ["--save-interval", "2", "--eval-prompt-data", "held_out", str(tiny_task.prompts), "--eval-interval", "2"]
@@ -36,6 +45,8 @@ def test_two_ranks_and_two_engines_in_turns_train_the_same_bits_as_apart(tiny_ta
     assert (apart.code, shared.code) == (0, 0), apart.output + shared.output
     assert shared.confirmed_hashes() == apart.confirmed_hashes()
     assert len(set(shared.confirmed_hashes())) == ROUNDS + 1
+    assert sent_by(apart) == {"trainer-0": ROUNDS + 1}
+    assert sent_by(shared) == {"trainer-0": ROUNDS + 1, "trainer-1": ROUNDS + 1}, "each to the engine on its GPU"
     assert [event["engines"] for event in shared.events("weights_confirmed")] == [["engine-0", "engine-1"]] * 4
     for name in ("train/loss", "rollout/reward_mean", "eval/held_out/reward_mean"):
         assert [line.get(name) for line in shared.metrics().values()] == [
@@ -51,6 +62,29 @@ def test_two_ranks_and_two_engines_in_turns_train_the_same_bits_as_apart(tiny_ta
         is_evaluated = ["offload", "eval"] * (rollout_id in (1, 2))
         expected += [*GENERATED, *TRAINED, *is_saved, *UPDATED, *is_evaluated, "offload"]
     assert steps(shared) == [name for name, _ in itertools.groupby(expected[:-1])]
+
+
+@pytest.mark.nightly
+def test_on_two_nodes_the_rank_of_each_node_sends_to_the_engine_there(
+    tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both nodes are on this machine: it shows who sends, not that memory of another host is out of reach."""
+    for name in [name for name in os.environ if name.startswith("RAY_AUTH_")]:
+        monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    flags = [*tiny_task.flags(), *SCRIPTED, "--num-rollout", "2", "--colocate"]
+    here = train([*flags, "--actor-num-gpus-per-node", "2"], tmp_path / "here")
+    with running_head(home, with_dashboard=False) as head, joined_node(head, num_cpus=4):
+        more = ["--ray-address", head.address, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1"]
+        there = train([*flags, *more], tmp_path / "there")
+    assert (here.code, there.code) == (0, 0), here.output + there.output
+    assert there.confirmed_hashes() == here.confirmed_hashes()
+    assert sent_by(there) == {"trainer-0": 3, "trainer-1": 3}
+    placed = (tmp_path / "there/logs/driver.log").read_text()
+    assert "trainer rank 0 and engine-0" in placed
+    assert "trainer rank 1 and engine-1" in placed
 
 
 @pytest.mark.nightly

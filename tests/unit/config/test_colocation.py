@@ -1,5 +1,6 @@
 """--colocate on the command line: what follows from it, which ranks an engine shares GPUs with, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from vime.config.command_line import parse_command_line
 from vime.config.parse import Config
 from vime.ray.cluster import demand_of
 from vime.ray.preflight import preflight
-from vime.types import ConfigError
+from vime.ray.publisher import has_many_senders, senders
+from vime.types import ConfigError, EngineAddress
 
 GPUS = ("--device", "cuda", "--ray-address", "auto")
 
@@ -37,21 +39,41 @@ def test_trainers_sleep_and_there_is_an_engine_for_all_their_gpus(started) -> No
     config = started(*GPUS, "--actor-num-gpus-per-node", "8", "--rollout-num-gpus-per-engine", "2")
     assert config.cluster.offload_train
     assert (config.cluster.num_engines, config.cluster.rollout_num_gpus) == (4, 8)
-    assert config.weights.update_weight_transport == "shm", "NCCL takes no two processes on one GPU"
+    assert config.weights.update_weight_transport == "ipc", "NCCL takes no two processes on one GPU"
     assert demand_of(config).gpus == 8, "each GPU is asked for once"
     two = started(
         *GPUS, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "3", "--rollout-num-gpus-per-engine", "2"
     )
     assert two.cluster.num_engines == 2, "one on each node: an engine is on one"
-    assert two.weights.update_weight_transport == "gloo", "an engine is not on the node of rank 0"
+    assert two.weights.update_weight_transport == "ipc", "a rank of its node sends to each"
     assert started("--device", "cpu", "--actor-num-gpus-per-node", "4").cluster.num_engines == 4
 
 
-def test_one_engine_opens_the_memory_of_the_trainer_on_its_gpu(started) -> None:
-    flags = (*GPUS, "--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine")
-    assert started(*flags, "2").weights.update_weight_transport == "ipc"
-    assert started(*flags, "1").weights.update_weight_transport == "shm", "rank 0 sends, and one engine is on its GPU"
-    assert started("--device", "cpu").weights.update_weight_transport == "shm"
+def test_each_engine_opens_the_memory_of_the_first_trainer_on_its_gpus(started) -> None:
+    gpus = (*GPUS, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "5", "--rollout-num-gpus-per-engine", "2")
+    config = started(*gpus)
+    assert config.weights.update_weight_transport == "ipc"
+    left = [EngineAddress(name=f"engine-{number}", url="") for number in (0, 1, 3)]  # engine-2 is lost
+    assert senders(config, left) == {0: left[:1], 2: left[1:2], 7: left[2:]}
+    assert has_many_senders(config)
+    config = started("--device", "cpu", "--actor-num-gpus-per-node", "4")
+    assert config.weights.update_weight_transport == "shm"
+    assert senders(config, left) == {0: left[:1], 1: left[1:2], 3: left[2:]}
+
+
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_rank_0_sends_to_all_over_a_network_or_files(started, transport: str) -> None:
+    engines = [EngineAddress(name=f"engine-{number}", url="") for number in range(4)]
+    config = started("--device", "cpu", "--actor-num-gpus-per-node", "4", "--update-weight-transport", transport)
+    assert senders(config, engines) == {0: engines}
+    assert not has_many_senders(config)
+
+
+def test_an_engine_with_gpus_of_its_own_gets_weights_of_rank_0(started) -> None:
+    config = started("--device", "cpu", "--actor-num-gpus-per-node", "4")
+    apart = replace(config, cluster=replace(config.cluster, colocate=False))
+    engines = [EngineAddress(name=f"engine-{number}", url="") for number in range(2)]
+    assert senders(apart, engines) == {0: engines}
 
 
 def test_an_engine_shares_the_next_ranks_of_a_node(started) -> None:
@@ -91,11 +113,7 @@ def test_weights_are_discarded_only_where_an_update_of_all_of_them_always_follow
             [*GPUS, "--actor-num-gpus-per-node", "8", "--actor-num-nodes", "2", "--rollout-num-gpus-per-engine", "16"],
             "and an engine is on one node: over several it needs GPUs of its own",
         ),
-        (["--device", "cpu", "--update-weight-transport", "ipc"], "only an engine on the GPU of trainer rank 0"),
-        (
-            [*GPUS, "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1", "--update-weight-transport", "shm"],
-            "engines are on several nodes, and the memory that they would read is on one",
-        ),
+        (["--device", "cpu", "--update-weight-transport", "ipc"], "the memory of a trainer rank on its GPU"),
         ([*GPUS, "--update-weight-transport", "nccl"], "NCCL takes no two processes on one GPU"),
         (
             ["--rollout-external-engine-addrs", "10.0.0.5:81", "--rollout-external-engine-keys", "keys"],
