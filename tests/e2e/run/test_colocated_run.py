@@ -88,6 +88,30 @@ def test_on_two_nodes_the_rank_of_each_node_sends_to_the_engine_there(
 
 
 @pytest.mark.nightly
+def test_rank_1_sends_alone_while_the_engine_of_rank_0_is_lost(tiny_task: TinyTask, tmp_path: Path) -> None:
+    flags = [*tiny_task.flags(), *SCRIPTED, "--num-rollout", "12", "--colocate", "--actor-num-gpus-per-node", "2"]
+    pace = {"VIME_SCRIPTED_TOKENS_PER_SECOND": "30"}
+    training = Training(
+        "train.py", [*flags, "--on-train-rollout-diff", "ignore"], tmp_path / "run", variables=pace
+    )  # the engine's answers are made up
+    training.wait_for_event("weights_confirmed", count=2)
+    [engine] = [
+        process
+        for process, command in training._members()
+        if f"-m {SCRIPTED[1]}" in command and "guard.py" not in command and "--seed 42 " in command
+    ]
+    engine.kill()
+    finished = training.finish()
+    assert finished.code == 0, finished.output
+    assert finished.events("run_restarted") == []
+    confirmed = [event["engines"] for event in finished.events("weights_confirmed")]
+    assert ["engine-1"] in confirmed
+    assert confirmed[-1] == ["engine-0", "engine-1"]
+    assert len(confirmed) == 13
+    assert sent_by(finished)["trainer-1"] == 13
+
+
+@pytest.mark.nightly
 def test_ctrl_c_while_engines_generate_saves_what_trainers_that_sleep_have_learned(
     tiny_task: TinyTask, tmp_path: Path
 ) -> None:
