@@ -74,7 +74,7 @@ TOGETHER = (
 SESSION_VARIABLE = "VIME_TEST_SESSION"
 OUTER_SESSIONS = os.environ.get(SESSION_VARIABLE, "")
 SESSION = uuid.uuid4().hex
-DEADLINE_S = float(os.environ.get("VIME_TEST_DEADLINE", "4800"))
+DEADLINE_S = float(os.environ.get("VIME_TEST_DEADLINE", "5000"))
 # The workers show their stacks first; the controller is over so many seconds later.
 CONTROLLER_MARGIN_S = 20
 # How long what the tests stopped may take to be gone.
