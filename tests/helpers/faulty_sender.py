@@ -15,8 +15,8 @@ OTHER_BYTES = ("flipped", "stale", "half stale", "swapped")
 
 
 class Faulty:
-    """`fault` may change between two updates. `lost` and `last lost` leave a bucket out; `stale` and `half stale` need a
-    sound update before."""
+    """`fault` may change between two updates. `lost` and `last lost` leave a bucket out; `stale` and `half stale` need
+    a sound update before."""
 
     def __init__(self, fault: str, sender: BucketSender) -> None:
         self.fault, self.sender, self._before = fault, sender, torch.empty(0)

@@ -116,9 +116,10 @@ def start_components(
         places = _places_in_ray(config, starter, stack, on_ray_lost, patience)
         # before the queue: engines take longest to start, and Ray has few workers ready
         has_engines = config.cluster.num_engines > 0 and not config.debug.debug_train_only
+        awaits = not config.debug.debug_rollout_only
         engines, trainers = None, None
         if has_engines and not config.cluster.colocate:
-            engines = Engines(config, run_dir, events, screen.warn, places=places)
+            engines = Engines(config, run_dir, events, screen.warn, places=places, awaits_update=awaits)
         address, queue = None, None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
@@ -130,7 +131,9 @@ def start_components(
             trainers = _trainers(config, run_dir, address, starter, stack, places)
             with starter.part("gpus", "placing the trainer ranks"):
                 rank_gpus = trainers.gpus(starter.poll)
-            engines = Engines(config, run_dir, events, screen.warn, places=places, rank_gpus=rank_gpus)
+            engines = Engines(
+                config, run_dir, events, screen.warn, places=places, rank_gpus=rank_gpus, awaits_update=awaits
+            )
         cursor = None if start.checkpoint is None else read_run_state(start.checkpoint).data_source
         parts = _start_parts(config, run_dir, address, engines, trainers, starter, stack, cursor, places)
         if config.queue.has_ledger:
