@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from tests.helpers.faulty_sender import OTHER_BYTES, Faulty
 from tests.helpers.training import ROOT
 
 pytestmark = [
@@ -64,6 +65,33 @@ def test_what_the_engine_opened_has_the_hash_of_what_was_sent(
     assert len(responses) > 3
     assert responses[-1]["hash"] == content.hexdigest() != ""
     assert torch.cuda.memory_allocated() == before, "nothing is held until the next update"
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("fault", OTHER_BYTES)
+def test_other_bytes_than_were_sent_through_memory_of_a_gpu_have_another_hash(
+    fault: str, engine: subprocess.Popen[str]
+) -> None:
+    """Each tensor but the last is a bucket of its own; the two of the last bucket are alike, so that they can swap."""
+    from vime.weights.ipc import IpcSender
+    from vime.weights.plan import TensorMeta
+
+    sizes = [BUCKET // 4, BUCKET // 4, 70_000, 70_000]
+    faulty = Faulty("none", IpcSender(bucket_bytes=BUCKET, timeout_s=60))
+    hashes: list[str] = []
+
+    def deliver(update_info: Any) -> None:
+        assert engine.stdin is not None
+        assert engine.stdout is not None
+        engine.stdin.write(json.dumps(update_info) + "\n")
+        engine.stdin.flush()
+        hashes.append(json.loads(engine.stdout.readline())["hash"])
+
+    for of_update in ("none", fault):  # the sound one brings what is stale
+        faulty.fault = of_update
+        tensors = [(f"w{at}", torch.randn(size, device="cuda")) for at, size in enumerate(sizes)]
+        content = faulty.sender.send_update(iter(tensors), [TensorMeta.of(*pair) for pair in tensors], deliver)
+        assert (hashes[-1] == content.hexdigest()) == (of_update == "none")
 
 
 def test_host_buffers_of_a_sleeping_trainer_are_page_locked_and_used_again() -> None:

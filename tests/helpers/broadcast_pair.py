@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.dist_launch import Ranks
+from tests.helpers.faulty_sender import Faulty
 from vime.types import EngineAddress
 from vime.weights.plan import TensorMeta
 from vime.weights.transports import make_receiver, make_sender
@@ -54,45 +55,60 @@ def make_weights() -> dict[str, torch.Tensor]:
         "a.weight": torch.randn(64, 32, generator=draw),
         "b.weight": torch.randn(17, 5, generator=draw).bfloat16(),
         "c.bias": torch.randn(3, generator=draw),
+        "d.weight": torch.randn(64, 32, generator=draw),  # in the second bucket, with another of its shape
+        "e.weight": torch.randn(4, 8, generator=draw),
+        "f.weight": torch.randn(4, 8, generator=draw),
     }
 
 
-def run(ranks: Ranks, backend: str) -> str:
-    """The content hash of what rank 0 sent, and of what rank 1 received, both on a device of their own."""
+def run(ranks: Ranks, backend: str, fault: str = "none") -> str:
+    """The content hash of what rank 0 sent, and of what rank 1 received, both on a device of their own. With one of
+    `OTHER_BYTES` a sound update of other weights comes before, and then this one with the fault."""
     if backend == "nccl":
         torch.cuda.set_device(ranks.rank)
     device = torch.device("cuda", ranks.rank) if backend == "nccl" else torch.device("cpu")
     port = ranks.rendezvous("pair", 2)
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=ranks.rank == 0, timeout=timedelta(seconds=TIMEOUT_S))
-    return send(store, backend, device, ranks) if ranks.rank == 0 else receive(store, backend, device)
+    if ranks.rank == 0:
+        return send(store, backend, device, ranks, fault)
+    return receive(store, backend, device, fault)
 
 
-def send(store: dist.Store, backend: str, device: torch.device, ranks: Ranks) -> str:
+def send(store: dist.Store, backend: str, device: torch.device, ranks: Ranks, fault: str) -> str:
     weights = {name: tensor.to(device) for name, tensor in make_weights().items()}
     sender = make_sender(backend, bucket_bytes=BUCKET_BYTES, directory=ranks.directory, timeout_s=TIMEOUT_S)
     fleet: Any = StoreFleet(store)
     sender.connect(fleet)
     metadata = [TensorMeta.of(name, tensor) for name, tensor in weights.items()]
+    if fault != "none":
+        faulty = Faulty("none", sender)
+        before = {name: tensor + 1 for name, tensor in weights.items()}
+        assert sender.send_update(iter(before.items()), metadata, fleet.update).hexdigest() == fleet.finish()
+        faulty.fault = fault
     content = sender.send_update(iter(weights.items()), metadata, fleet.update)
     received = fleet.finish()
-    assert received == content.hexdigest(), (received, content.hexdigest())
+    assert (received == content.hexdigest()) == (fault == "none"), (received, content.hexdigest())
     sender.close()
     return content.hexdigest()
 
 
-def receive(store: dist.Store, backend: str, device: torch.device) -> str:
+def receive(store: dist.Store, backend: str, device: torch.device, fault: str) -> str:
     receiver = make_receiver(backend, device)
     receiver.connect(json.loads(store.get("call-0")), 0)
     store.set("answer-0", "")
-    receiver.start()
-    tensors: dict[str, torch.Tensor] = {}
     number = 1
-    while (message := json.loads(store.get(f"call-{number}"))) is not None:
-        tensors.update(receiver.receive(message))
-        store.set(f"answer-{number}", "")
+    for _ in range(1 if fault == "none" else 2):
+        receiver.start()
+        tensors: dict[str, torch.Tensor] = {}
+        while (message := json.loads(store.get(f"call-{number}"))) is not None:
+            for pairs in receiver.receive(message):
+                tensors.update(pairs)
+            store.set(f"answer-{number}", "")
+            number += 1
+        receiver.finish()
+        store.set(f"answer-{number}", receiver.content_hash)
         number += 1
-    receiver.finish()
-    for name, expected in make_weights().items():
-        assert torch.equal(tensors[name].cpu(), expected), name
-    store.set(f"answer-{number}", receiver.content_hash)
+    if fault == "none":
+        for name, expected in make_weights().items():
+            assert torch.equal(tensors[name].cpu(), expected), name
     return receiver.content_hash

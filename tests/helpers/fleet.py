@@ -50,6 +50,7 @@ class Fleet:
         ]
         self.router = self.routers[0]
         self._publisher: Publisher | None = None
+        self.new: list[str] = []  # engines for which the newest update was the first since their start
 
     def publish(
         self, version: int, during: Callable[[], None] = lambda: None, midway: Callable[[], None] = lambda: None
@@ -74,6 +75,7 @@ class Fleet:
             return self._publisher.publish(stream(), metadata, version)
 
         report = self.engines.update(send)
+        self.new = [address.name for address in self.engines.new(report.engine_reports)]
         self.engines.served(version, report.engine_reports)
         return sorted(each.engine for each in report.engine_reports)
 

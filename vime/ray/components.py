@@ -36,7 +36,7 @@ from vime.ray.stream import Stream
 from vime.ray.trainers import Trainers
 from vime.ray.turns import Turns
 from vime.ray.waits import Result, said_meanwhile, wait_for
-from vime.types import EngineLostError, EngineReport, MismatchError, Version
+from vime.types import EngineAddress, EngineLostError, EngineReport, MismatchError, Version
 from vime.utils.failpoints import Point, failpoint
 from vime.weights.versions import VersionLedger
 
@@ -238,10 +238,17 @@ class Components:
                 reports.append(self._served_to_jobs(version))
             self.versions.confirm(reports, content_hash)
         self.doing = None
+        between = None if self.turns is None else self.turns.generate
+        new = list[EngineAddress]()
         if engines is not None:
+            new = engines.new(reports)
+            if between is None:  # else no prompt comes before its turn, and an engine wakes up after `served` alone
+                with self.watchers.round_metrics.timed("perf/agreement_time"):
+                    self._mismatch.after_first_update(version, new)
             engines.served(version, reports)
         with self.watchers.round_metrics.timed("perf/agreement_time"):  # before new prompts, which would delay it
-            between = None if self.turns is None else self.turns.generate
+            if between is not None:
+                self._mismatch.after_first_update(version, new, between)
             compared = self._mismatch.after_publish(self.versions.trained, between)
             if engines is not None and self.config.weights.check_weight_update_equal:
                 self._check_agreement(trainers, engines)

@@ -14,6 +14,7 @@ from ray import ObjectRef
 
 from vime.backends.vllm_utils.control import KV_CACHE, WEIGHTS, FleetControl
 from vime.backends.vllm_utils.external import run_keys
+from vime.backends.vllm_utils.launch import awaiting_update
 from vime.config.colocation import shared_ranks
 from vime.config.deadlines import health_deadline_s, start_deadline_s, update_deadline_s
 from vime.config.parse import Config
@@ -68,6 +69,8 @@ class Engines:
     `rank_gpus`: with --colocate, the GPUs that Ray gave to each rank of the policy. Engines sleep between `sleep` and
     `wake_up` of both parts of their memory; a lost one is started again only while all are awake, when the trainers
     hold no device memory.
+
+    `awaits_update`: the run's trainers bring each engine its weights before its first prompt.
     """
 
     def __init__(
@@ -79,7 +82,9 @@ class Engines:
         *,
         places: Places = ANYWHERE,
         rank_gpus: Sequence[Sequence[str]] = (),
+        awaits_update: bool = False,
     ) -> None:
+        self._engine_config = awaiting_update(config) if awaits_update else config
         self._config, self._run_dir, self._keys = config, run_dir, run_keys(config)
         self._events, self._tell, self._rank_gpus = events, tell, rank_gpus
         self._asleep: tuple[str, ...] = ()  # parts of the engines' memory, in the order in which they wake up
@@ -273,6 +278,15 @@ class Engines:
                 if not any(address not in engines for address in before):
                     raise
                 self._tell(f"The weight update is sent again to the {len(engines)} engines that are left.")
+
+    def new(self, reports: Sequence[EngineReport]) -> list[EngineAddress]:
+        """Return the engines of these reports that no prompt went to yet since their start: until `served`."""
+        confirmed = {report.engine for report in reports}
+        return [
+            each.address
+            for each in self._engines
+            if each.address is not None and each.name in confirmed and each.state is EngineState.READY
+        ]
 
     def served(self, version: Version, reports: Sequence[EngineReport]) -> None:
         """The engines of these reports have confirmed `version`: prompts go to them. One that was to get the update and
@@ -495,7 +509,7 @@ class Engines:
     def _start(self, engine: ManagedEngine) -> None:
         ranks = shared_ranks(self._config, engine.index) if self._rank_gpus else ()
         shared = [gpu for rank in ranks for gpu in self._rank_gpus[rank]]
-        actor = start_engine(self._config, engine, self._run_dir, self._keys, shared)
+        actor = start_engine(self._engine_config, engine, self._run_dir, self._keys, shared)
         engine.begin(actor, actor.ask(EngineActor.start, self._deadline_s))
 
     def _go_on_starting(self) -> None:

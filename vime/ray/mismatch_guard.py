@@ -1,12 +1,14 @@
 """How far are trainer and engine apart? Measured every round; above the threshold recorded, then warned of or fatal.
 
-Three comparisons, so that like always meets like (T: the version that trains):
+Four comparisons, so that like always meets like (T: the version that trains):
 
 * Tokens sampled by T: recorded against the trainer's own. The ranks measure it before the first step moves a weight
   (`training/mismatch.py`) and answer their worst rows instead of taking the step, so the trainer can still be asked.
 * A round whose tokens are all older (prefetch): when it was generated, while the engines still serve the version that
   sampled it, an engine scores a few of its rows afresh: recorded against that.
 * After such a round, when the engines have confirmed the new weights: a fresh score against the trainer's.
+* An engine that has got its first weights since its start: its score of a fixed text against the trainer's, before it
+  gets a prompt. It began with random weights, so this shows each value that the update did not reach (decision 0055).
 
 `ray/mismatch_probes.py` makes the record; `vime diagnose` finds the cause in it, when somebody asks. A cause is
 recorded once: in later rounds only its own test is asked, and everything again when that test does not show it.
@@ -31,18 +33,19 @@ from vime.observability.mismatch_record import MismatchRecord, Stage, write_reco
 from vime.observability.screen import Screen
 from vime.ray.actor import Actor
 from vime.ray.mismatch_probes import MismatchProbes
-from vime.ray.probe import RowImages, compare_with_engines
+from vime.ray.probe import RowImages, check_engines_agree, compare_with_engines
 from vime.ray.rank_rounds import TrainedRound
 from vime.ray.rollout_manager import GeneratedRound, RolloutManager, SampleText
 from vime.ray.trainers import Trainers
 from vime.ray.waits import wait_for
 from vime.training.evidence import COMPARED, RESCORED, MeasuredMismatch, merge, of_rows
-from vime.types import EngineError, MismatchError, SamplingRule, Version, VimeError
+from vime.types import EngineAddress, EngineError, MismatchError, PublishError, SamplingRule, Version, VimeError
 from vime.weights.versions import VersionLedger
 
 logger = logging.getLogger(__name__)
 
 
+ASKED_TIMEOUT_S = 60.0  # of an engine that has nothing else to do
 GROWN = 2.0
 """A known cause is recorded again when the mean difference is this many times that of its last record."""
 
@@ -148,6 +151,26 @@ class MismatchGuard:
         worst, stage = max(found.values(), key=lambda measured: measured.mean), Stage.AFTER_PUBLISH
         self._record_above(worst, rollout_id=generated.rollout_id, stage=stage, version=version, rule=SamplingRule())
         return worst.metrics()
+
+    def after_first_update(
+        self, version: Version, engines: Sequence[EngineAddress], between: Callable[[], None] | None = None
+    ) -> None:
+        """Compare these engines, which have got no prompt since their start, with the trainer. One that differs is
+        named in a warning, or in a MismatchError under --on-train-rollout-diff stop. With --check-weight-update-equal
+        all engines are compared elsewhere. `between`: as in `compare_with_engines`."""
+        if not engines or not self._is_judged or self._config.weights.check_weight_update_equal:
+            return
+        fleet = FleetControl(engines, timeout_s=ASKED_TIMEOUT_S)
+        try:
+            check_engines_agree(self._config, self._ranks, fleet, version, between=between, is_of_text=True)
+        except PublishError as error:
+            if self._config.agreement.on_train_rollout_diff == "stop":
+                raise MismatchError(f"{error} (--on-train-rollout-diff stop)") from error
+            self._screen.warn(str(error))
+        except EngineError as error:  # one that is lost is for the next check of the engines
+            self._screen.warn(f"version {version}: engines that started are not compared with the trainer. {error}")
+        finally:
+            fleet.close()
 
     @property
     def _fleet(self) -> FleetControl | None:

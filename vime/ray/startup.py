@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,7 +118,7 @@ def start_components(
         has_engines = config.cluster.num_engines > 0 and not config.debug.debug_train_only
         engines, trainers = None, None
         if has_engines and not config.cluster.colocate:
-            engines = Engines(config, run_dir, events, screen.warn, places=places)
+            engines = _engines(config, run_dir, events, screen, places)
         address, queue = None, None
         if config.queue.transferqueue_mode != "off":
             with starter.part("transfer_queue", "starting TransferQueue"):
@@ -130,7 +130,7 @@ def start_components(
             trainers = _trainers(config, run_dir, address, starter, stack, places)
             with starter.part("gpus", "placing the trainer ranks"):
                 rank_gpus = trainers.gpus(starter.poll)
-            engines = Engines(config, run_dir, events, screen.warn, places=places, rank_gpus=rank_gpus)
+            engines = _engines(config, run_dir, events, screen, places, rank_gpus)
         cursor = None if start.checkpoint is None else read_run_state(start.checkpoint).data_source
         parts = _start_parts(config, run_dir, address, engines, trainers, starter, stack, cursor, places)
         if config.queue.has_ledger:
@@ -240,6 +240,21 @@ def _start_parts(
         with starter.part("trainers", f"building the model on {len(trainers)} trainer rank(s)"):
             trainers.wait_ready(starter.poll)
     return Parts(manager, trainers, engines, num_rollout)
+
+
+def _engines(
+    config: Config,
+    run_dir: Path,
+    events: EventLog,
+    screen: Screen,
+    places: Places,
+    rank_gpus: Sequence[Sequence[str]] = (),
+) -> Engines:
+    """Begin to start the engines. Without trainers they generate with the checkpoint."""
+    awaits_update = not config.debug.debug_rollout_only
+    return Engines(
+        config, run_dir, events, screen.warn, places=places, rank_gpus=rank_gpus, awaits_update=awaits_update
+    )
 
 
 def _trainers(

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 
 from tests.helpers import tiny_images, tiny_models
+from tests.helpers.tied_engine import USES, RanksOf, TiedEngine
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.config.parse import Config
@@ -58,44 +58,15 @@ def test_in_fp32_one_token_that_differs_is_enough(engine: FakeEngine) -> None:
         check(engine, Ranks(2e-3), bf16=False)
 
 
-class TiedEngine(FakeEngine):
-    """Computes with a tied model of its own, into which it loads what it receives. `keeps`: of which of its two uses,
-    head or embedding, it keeps the table of before, as a copy inside an engine does that nobody rebuilds."""
-
-    def __init__(self, model: Path) -> None:
-        super().__init__(name="e0", score=self._score_by_model)
-        self.keeps, self._model = "", tiny_models.load(model)
-        assert self._model.lm_head.weight is self._model.model.embed_tokens.weight
-        self._table = self._model.lm_head.weight.detach().clone()
-
-    def _score_by_model(self, prompt: Sequence[int]) -> list[float]:
-        own = self._model
-        own.load_state_dict(self.weights, strict=False)
-        new = self.weights["model.embed_tokens.weight"]
-        own.lm_head.weight = torch.nn.Parameter(self._table if self.keeps == "lm_head" else new.clone())
-        if self.keeps == "embed_tokens":
-            own.model.embed_tokens.weight = torch.nn.Parameter(self._table)
-        return tiny_models.log_probs(own, list(prompt))
-
-
-class RanksOf:
-    """`Trainers` that compute with this model."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def log_probs(self, rows: Sequence[TrainRow], rule: SamplingRule) -> list[list[float]]:
-        return [tiny_models.log_probs(self._model, row.tokens.tolist())[-row.response_length :] for row in rows]
-
-
-@pytest.mark.parametrize("keeps", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("transport", ["shm", "gloo", "disk"])
+@pytest.mark.parametrize("keeps", USES)
 def test_an_engine_whose_tied_model_keeps_the_old_table_in_one_use_is_named_though_its_hash_is_confirmed(
-    llama_dir: Path, tmp_path: Path, keeps: str
+    llama_dir: Path, tmp_path: Path, keeps: str, transport: str
 ) -> None:
     model = tiny_models.load(llama_dir)
     with TiedEngine(llama_dir) as engine:
         fleet = FleetControl([engine.address], timeout_s=10)
-        sender = make_sender("shm", bucket_bytes=60_000, directory=tmp_path, timeout_s=10)
+        sender = make_sender(transport, bucket_bytes=60_000, directory=tmp_path, timeout_s=10)
         sender.connect(fleet)
         for version in (1, 2):
             tiny_models.perturb(model, seed=version)

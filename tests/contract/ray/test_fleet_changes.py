@@ -237,13 +237,18 @@ def test_an_added_engine_gets_prompts_when_it_has_confirmed_the_weights_and_leav
 def test_an_added_engine_that_is_lost_later_is_started_again_as_any_other(start) -> None:
     fleet = start(1)
     fleet.publish(0)
+    assert fleet.new == ["engine-0"]
     added = add(fleet)
     added.until("gets weights")
     fleet.publish(1)
+    assert fleet.new == ["engine-1"]
     added.end()
     fleet.server(1).kill()
     fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
     assert fleet.publish(2) == ["engine-0", "engine-1"]
+    assert fleet.new == ["engine-1"]
+    fleet.publish(3)
+    assert fleet.new == []
 
 
 def test_an_added_engine_that_dies_before_it_serves_does_not_end_the_run(start) -> None:

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from tests.helpers import tiny_models
 from tests.helpers.engine_updates import kill_one_of_two_in_a_broadcast
+from tests.helpers.faulty_sender import OTHER_BYTES, Faulty
 from vime.backends.vllm_utils.control import FleetControl
 from vime.backends.vllm_utils.fake import FakeEngine
 from vime.backends.vllm_utils.routes import UPDATE_ROUTE
@@ -31,7 +32,6 @@ from vime.weights.hashing import content_hash
 from vime.weights.plan import TensorMeta
 from vime.weights.publish import publish
 from vime.weights.transports import make_sender
-from vime.weights.versions import check_reports
 from vime.weights.wire import update_to_wire
 
 BUCKET_BYTES = 60_000  # the tiny model has about 379 kB in fp32: several buckets
@@ -118,32 +118,8 @@ def test_the_answer_after_an_update_carries_its_version(pause_mode, fleet, model
         assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
 
 
-class Faulty:
-    """A sender that does to one bucket, after it was hashed, what a fault on the way does. `lost` and `last lost` leave
-    one out."""
-
-    def __init__(self, fault: str, transport: str, directory: Path, *, timeout_s: float = TIMEOUT_S) -> None:
-        self.fault, self._before = fault, torch.empty(0)
-        self.sender = make_sender(transport, bucket_bytes=BUCKET_BYTES, directory=directory, timeout_s=timeout_s)
-        self._filled, self.sender._filled = self.sender._filled, self._faulty
-
-    def _faulty(self, *of_update):
-        for bucket, buffer in self._filled(*of_update):
-            now, middle = buffer.clone(), buffer.numel() // 2
-            if bucket.index == 1 and self.fault == "flipped":
-                buffer[3] ^= 1
-            elif bucket.index == 1 and self.fault == "stale":
-                buffer.copy_(self._before)
-            elif bucket.index == 1 and self.fault == "half stale":
-                buffer[middle:] = self._before[middle:]
-            elif self.fault == "swapped":
-                alike = [slot for slot in bucket.slots if slot.meta.shape == bucket.slots[-1].meta.shape]
-                first, last = alike[0].view(buffer), alike[-1].view(buffer)
-                first[:], last[:] = last.clone(), first.clone()
-            if bucket.index == 1:
-                self._before = now
-            if (self.fault, bucket.index) not in (("lost", 1), ("last lost", bucket.count - 1)):
-                yield bucket, buffer
+def make_faulty(fault: str, transport: str, directory: Path, *, timeout_s: float = TIMEOUT_S) -> Faulty:
+    return Faulty(fault, make_sender(transport, bucket_bytes=BUCKET_BYTES, directory=directory, timeout_s=timeout_s))
 
 
 def assert_other_bytes_are_refused(faulty: Faulty, fault: str, control: FleetControl, model) -> None:
@@ -162,16 +138,16 @@ def assert_other_bytes_are_refused(faulty: Faulty, fault: str, control: FleetCon
     faulty.sender.close()
 
 
-@pytest.mark.parametrize("fault", ["flipped", "stale", "half stale", "swapped"])
+@pytest.mark.parametrize("fault", OTHER_BYTES)
 def test_other_bytes_than_were_sent_stop_the_update_and_the_engine_stays_paused(fault, fleet, model, tmp_path):
-    assert_other_bytes_are_refused(Faulty("none", "shm", tmp_path), fault, fleet, model)
+    assert_other_bytes_are_refused(make_faulty("none", "shm", tmp_path), fault, fleet, model)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "disk"])
-@pytest.mark.parametrize("fault", ["flipped", "stale", "half stale", "swapped"])
+@pytest.mark.parametrize("fault", OTHER_BYTES)
 def test_other_bytes_are_noticed_by_every_engine_whatever_they_came_by(fault, transport, two_fakes, model, tmp_path):
     _, _, control = two_fakes
-    assert_other_bytes_are_refused(Faulty("none", transport, tmp_path), fault, control, model)
+    assert_other_bytes_are_refused(make_faulty("none", transport, tmp_path), fault, control, model)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +164,7 @@ def test_a_lost_bucket_stops_the_update_and_the_engines_stay_paused(
     fault, transport, message, two_fakes, model, tmp_path
 ):
     _, _, control = two_fakes
-    faulty = Faulty(fault, transport, tmp_path, timeout_s=3)
+    faulty = make_faulty(fault, transport, tmp_path, timeout_s=3)
     faulty.sender.connect(control)
     with pytest.raises((PublishError, WaitTimeoutError), match=message):
         send(model, control, faulty.sender, 9)
@@ -196,14 +172,40 @@ def test_a_lost_bucket_stops_the_update_and_the_engines_stay_paused(
     faulty.sender.close()
 
 
-def test_an_engine_that_was_passed_over_is_named(two_fakes, tmp_path):
-    first, _, both = two_fakes
-    send_small(both, "shm", tmp_path)
-    one = FleetControl([first.address], timeout_s=10)
-    send_small(one, "shm", tmp_path, version=2)
-    with pytest.raises(PublishError, match="e1 serves version 1 "):
-        check_reports(both.reports(), version=2, content_hash=content_hash(WEIGHTS), engines=["e0", "e1"])
-    one.close()
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_publish_names_an_engine_that_took_nothing_of_it(transport, two_fakes, tmp_path):
+    """It takes every call and keeps what it has: over `gloo` it joins the broadcast and drops the bytes."""
+    first, second, both = two_fakes
+    send_small(both, transport, tmp_path)
+    second.faults.is_passed_over = True
+    newer = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
+    with pytest.raises(PublishError, match=f"version 2 with hash {content_hash(newer)}, but e1 serves version 1 "):
+        send_small(both, transport, tmp_path, version=2, weights=newer)
+    assert torch.equal(first.weights["a"], newer["a"])
+    assert torch.equal(second.weights["a"], WEIGHTS["a"])
+    assert both.is_paused() == [True, True]
+
+
+class Forgetful(FleetControl):
+    """Calls the first of its engines alone when it brings weights, and the other ones otherwise."""
+
+    def update(self, update_info, **of_version):
+        one = FleetControl(self.addresses[:1], timeout_s=10)
+        try:
+            return one.update(update_info, **of_version)
+        finally:
+            one.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "disk"])  # a broadcast waits for whoever has joined it
+def test_a_publish_names_whose_report_is_missing(transport, two_fakes, tmp_path):
+    first, second, both = two_fakes
+    forgetful = Forgetful(both.addresses, timeout_s=10)
+    with pytest.raises(PublishError, match=r"reports came from \['e0'\], expected one from each of \['e0', 'e1'\]"):
+        send_small(forgetful, transport, tmp_path)
+    assert UPDATE_ROUTE not in second.calls
+    assert "/resume" not in first.calls + second.calls
+    forgetful.close()
 
 
 def test_engine_that_never_got_weights_has_no_version_to_report():

@@ -176,7 +176,8 @@ from pathlib import Path
 from tests.helpers.engine_updates import BOUND, PROMPT, Pusher, difference, prompt_difference, sample
 from tests.helpers.engines import KEYS, engine_config
 from vime.backends.vllm_utils.engine import EngineProcess
-config = engine_config(Path(sys.argv[1]), rollout_temperature=0.7)
+from vime.backends.vllm_utils.launch import awaiting_update
+config = awaiting_update(engine_config(Path(sys.argv[1]), rollout_temperature=0.7))
 engine = EngineProcess(config, index=1, run_dir=Path(sys.argv[2]), keys=KEYS)
 engine.start()
 engine.wait_ready(200)
@@ -196,7 +197,7 @@ class Owned:
 
 @pytest.fixture(scope="module")
 def llama_engine(llama_dir, tmp_path_factory):
-    """Tied Llama at temperature 0.7, owned by a process of its own that the last test kills."""
+    """Tied Llama at temperature 0.7 that waits for an update, owned by another process, which the last test kills."""
     root = Path(__file__).parents[3]
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(llama_dir), str(tmp_path_factory.mktemp("llama_run"))],
@@ -213,9 +214,11 @@ def llama_engine(llama_dir, tmp_path_factory):
 
 
 def test_a_tied_llama_head_follows_the_update(llama_engine, llama_dir, tmp_path):
-    # Without refresh_packed_copies the logits stay those of the old head.
+    # Without refresh_packed_copies the logits stay those of the old head: of random weights at first.
     model = tiny_models.load(llama_dir)
     pusher = Pusher(llama_engine.address, "gloo", tmp_path)
+    pusher.push(model)
+    assert prompt_difference(pusher.fleet, model) < BOUND
     tiny_models.perturb(model, seed=11, scale=0.1)
     pusher.push(model)
     assert prompt_difference(pusher.fleet, model) < BOUND

@@ -6,7 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,7 @@ from vime.ray.waits import Interrupted
 from vime.types import (
     CheckpointError,
     ClusterError,
+    EngineAddress,
     EngineError,
     EngineLostError,
     EngineReport,
@@ -81,7 +82,12 @@ class FakeTrainers:
 
 def quiet_engines(**more: Any) -> Any:
     """Engines of which nothing is to be told."""
-    quiet = {"update": lambda send: send([]), "served": lambda _version, _reports: None, "take_metrics": dict}
+    quiet = {
+        "update": lambda send: send([]),
+        "new": lambda _reports: [],
+        "served": lambda _version, _reports: None,
+        "take_metrics": dict,
+    }
     return SimpleNamespace(**{"fleet": None, "tend": lambda: None, **quiet, **more})
 
 
@@ -517,6 +523,36 @@ def test_nothing_is_asked_of_engines_that_do_not_agree_with_the_trainer(
     with pytest.raises(PublishError, match="e0 differs"):
         components.publish()
     assert released == [0]
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_an_engine_that_started_is_compared_before_a_prompt_can_go_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turns: bool
+) -> None:
+    """Before the routers send to it. Where engines and trainers take turns no prompt comes before the engines' turn,
+    and they are woken up in between."""
+    components = make_machine(parse([]), tmp_path, num_rollout=3)
+    address, order = EngineAddress(name="engine-0", url="http://127.0.0.1:1"), list[str]()
+    new = [[address], []]
+    components.parts.engines = quiet_engines(
+        check=lambda: None, new=lambda _reports: new.pop(0), served=lambda _version, _reports: order.append("served")
+    )
+    components.parts.stream = SimpleNamespace(release=lambda _version: order.append("released"))  # type: ignore[assignment]
+    if in_turns:
+        components.turns = SimpleNamespace(  # type: ignore[assignment]
+            update=lambda: None, generate=lambda: order.append("generate")
+        )
+
+    def compare(version: int, engines: list[EngineAddress], between: Callable[[], None] | None = None) -> None:
+        assert (between is not None) == in_turns
+        order.extend(f"compared {each.name} at {version}" for each in engines)
+
+    monkeypatch.setattr(components._mismatch, "after_first_update", compare)
+    components.publish()
+    if in_turns:
+        assert order == ["served", "compared engine-0 at 0", "generate", "released"]
+    else:
+        assert order == ["compared engine-0 at 0", "served", "released"]
 
 
 def test_rare_updates_still_serve_what_the_last_round_trained(tmp_path: Path) -> None:

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from vime.backends.vllm_utils import launch
-from vime.backends.vllm_utils.launch import Part, engine_command, engine_environment, validate_vllm_flags
+from vime.backends.vllm_utils.launch import (
+    Part,
+    awaiting_update,
+    engine_command,
+    engine_environment,
+    validate_vllm_flags,
+)
 from vime.backends.vllm_utils.router import router_command
 from vime.config.parse import Config, parse
 from vime.types import ConfigError, EngineAddress
@@ -38,6 +44,17 @@ def test_a_cpu_engine_is_eager_fp32_with_an_explicit_cache():
     assert "--disable-log-stats" not in arguments  # its own /metrics stay; vLLM has no flag to turn them on again
     assert "--enable-scale-out" in arguments
     assert "--tensor-parallel-size" not in arguments
+
+
+def test_an_engine_that_waits_for_an_update_reads_no_weights_unless_it_needs_more_of_the_checkpoint():
+    assert "--load-format" not in command(cpu())
+    assert value(command(awaiting_update(cpu("--vllm-max-num-seqs", "8"))), "--load-format") == "dummy"
+    for flags in (
+        ["--vllm-load-format", "auto"],
+        ["--vllm-quantization=fp8"],
+        ["--vllm-speculative-config.model", "draft"],
+    ):
+        assert "dummy" not in command(awaiting_update(cpu(*flags)))
 
 
 def test_short_answers_of_one_prompt_share_blocks_on_the_cpu_and_a_user_may_choose_their_size():

@@ -118,6 +118,7 @@ class Faults:
 
     wrong_hash: bool = False  # report another hash than the received bytes have
     wrong_version: str | None = None  # report this version
+    is_passed_over: bool = False  # take the calls of an update, and keep the weights of before
     status: dict[str, int] = field(default_factory=dict)  # route -> status to send instead of working
     stall: dict[str, threading.Event] = field(default_factory=dict)  # route -> respond only after this event
     stall_tokens_after: int | None = None  # running requests stop after so many tokens until this is cleared
@@ -155,6 +156,7 @@ class FakeEngine:
         self._receiver: BucketReceiver | None = None
         self._worker = threading.Lock()  # vLLM's workers take one call after another
         self.weights: dict[str, torch.Tensor] = {}  # what the newest update brought
+        self._incoming: dict[str, torch.Tensor] = {}  # of the update under way
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # something that a running request looks at
         self._counted = threading.Condition(lock)  # how many requests run
@@ -288,14 +290,17 @@ class FakeEngine:
         receiver.check_call(update_info)
         if update_info["index"] == 0:
             receiver.start()
-            self.weights = {}
+            self._incoming = {}
         self._is_updating = False
         for pairs in receiver.receive(update_info):
-            self.weights.update(pairs)
+            self._incoming.update(pairs)
         self._is_updating = not is_last(update_info)
         if self._is_updating:
             return {"pause_s": 0.0, "confirm_s": 0.0}
         receiver.finish()
+        if self.faults.is_passed_over:
+            return {"pause_s": 0.0, "confirm_s": 0.0, **self._held()}
+        self.weights = self._incoming
         with self._changed:
             self._version, self._content_hash = str(asked.version), receiver.content_hash
             self._is_discarded = False
@@ -305,6 +310,8 @@ class FakeEngine:
     def _held(self) -> HeldWeights:
         received = self._receiver
         content_hash = "0" * 32 if self.faults.wrong_hash or received is None else received.content_hash
+        if self.faults.is_passed_over:
+            content_hash = self._content_hash
         return {
             "weight_version": self.faults.wrong_version or self._version,
             "workers": [{"content_hash": content_hash, "num_tensors": len(self.weights)}] * self._num_workers,

@@ -7,6 +7,7 @@ prompt up to max-model-len; a user flag may change them, except under --referenc
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -87,6 +88,15 @@ REFERENCE_OWNED_FLAGS = frozenset(
     }
 )
 
+# Of an engine that needs more of the checkpoint than an update brings (a draft model, scales of a quantised model or
+# cache), or of whose loading the user decides.
+LOADING_FLAGS = frozenset(
+    {
+        *("--load-format", "--model-loader-extra-config", "--quantization", "--kv-cache-dtype"),
+        *("--speculative-config", "--config"),
+    }
+)
+
 # Without these the control routes, the in-process worker or the weight transfer are missing.
 REQUIRED_ENV = {"VLLM_SERVER_DEV_MODE": "1", DIE_WITH_PARENT: "1"}
 REQUIRED_ENV_CPU = {
@@ -160,6 +170,15 @@ def engine_command(config: Config, *, index: int, host: str, port: int, part: Pa
     if part is not None:
         command += part.flags
     return [*command, *config.vllm_flags]
+
+
+def awaiting_update(config: Config) -> Config:
+    """Return the configuration of an engine that gets all weights from an update before its first prompt: it starts
+    with random ones. Those of the checkpoint would be right where the first update misses a value, which nobody would
+    notice before training has moved it (decision 0055)."""
+    if LOADING_FLAGS & {name.partition(".")[0] for name in flag_names(config.vllm_flags)}:
+        return config
+    return dataclasses.replace(config, vllm_flags=("--load-format", "dummy", *config.vllm_flags))
 
 
 def _cpu_flags(config: Config) -> list[str]:
