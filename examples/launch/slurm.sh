@@ -8,6 +8,8 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 export RAY_worker_niceness=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')  # of this job alone
+# Since Slurm 22.05 `srun` does not take this over from `sbatch`: each step would have one CPU.
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 BIN=$PWD/.venv/bin
 GPUS=${SLURM_GPUS_ON_NODE:-8}
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

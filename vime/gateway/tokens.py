@@ -21,7 +21,7 @@ import msgspec
 
 from vime.gateway.refusal import Refusal
 from vime.types import ConfigError
-from vime.utils.files import sync
+from vime.utils.files import NoLocksError, lock_file, sync
 
 TOKENS_NAME = "gateway_tokens.json"  # in a run directory
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -150,7 +150,7 @@ class TokenFile:
         draft = self._path.with_suffix(".tmp")
         lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_file(lock, fcntl.LOCK_EX, self._path)
             contents = self._read() if self._path.is_file() else _Contents(lease_key=secrets.token_hex(32))
             draft.unlink(missing_ok=True)
             file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -159,6 +159,8 @@ class TokenFile:
             sync(draft)
             draft.replace(self._path)
             sync(self._path.parent)
+        except NoLocksError as error:
+            raise ConfigError(str(error)) from error
         finally:
             os.close(lock)
 

@@ -24,6 +24,11 @@ OLD_COPY = (
     "and ledger.db.lock then), or begin anew in another run directory, with an export (--save-hf) as --hf-checkpoint"
 )
 NEXT = f"Continuing would train its prompts a second time. {OLD_COPY}."
+_NO_LOG = (
+    "sqlite cannot keep its write-ahead log here: got {}, expected journal mode wal and a file that processes of this "
+    "node can map. Some network file systems have no such files. Put the run directory (--run-dir) on another file "
+    "system, best on a disk of the node that owns the ledger (docs/gpu-launch.md)."
+)
 _WAL_HEADER = struct.Struct(">8I")  # magic, format, page size, number of resets, two salts, two checksums
 _FRAME_HEADER = struct.Struct(">6I")  # page, pages of the database after a commit, two salts, two checksums
 _BIG_ENDIAN, _LITTLE_ENDIAN = 0x377F0683, 0x377F0682
@@ -115,6 +120,32 @@ def check_log(path: Path) -> None:
             f"cut, or without a copy, {path.name} alone may be continued from the checkpoint that it knows: move "
             f"{wal.name}, {path.name}-shm and {lock_path(path).name} out of the directory."
         )
+
+
+def begin_log(connection: sqlite3.Connection, path: Path) -> None:
+    """Have sqlite write ahead, and try it with a transaction that changes nothing.
+
+    It needs memory that is shared through a file beside the ledger, for which it maps that file. Some network file
+    systems do not let it; then sqlite goes on without a log, or fails at the first write.
+    """
+    try:
+        [mode] = connection.execute("pragma journal_mode = wal").fetchone()
+        if mode != "wal":
+            raise LedgerFileError(f"{path}: {_NO_LOG.format(f'journal mode {mode}')}")
+        [version] = connection.execute("pragma user_version").fetchone()
+        connection.execute("begin immediate")
+        connection.execute(f"pragma user_version = {version}")
+        connection.execute("commit")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorname.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN")):
+            raise LedgerFileError(f"{path}: {_NO_LOG.format(f'{error} ({error.sqlite_errorname})')}") from error
+        raise
+
+
+def no_log(error: BaseException) -> str:
+    """Return what to say of an error of sqlite that could not share memory through a file; empty for any other."""
+    name = getattr(error, "sqlite_errorname", "")
+    return _NO_LOG.format(f"{error} ({name})") if name.startswith(("SQLITE_IOERR_SHM", "SQLITE_PROTOCOL")) else ""
 
 
 def find_damage(wal: bytes) -> str | None:

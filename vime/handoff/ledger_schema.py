@@ -34,10 +34,12 @@ from vime.handoff.ledger_checksums import (
 from vime.handoff.ledger_file import (
     OLD_COPY,
     Note,
+    begin_log,
     check_is_there,
     check_log,
     fold_in,
     lock_path,
+    no_log,
     read_note,
     refuse_empty,
     wal_path,
@@ -45,6 +47,7 @@ from vime.handoff.ledger_file import (
 )
 from vime.handoff.ledger_identity import make_identity
 from vime.handoff.ledger_types import LedgerFileError
+from vime.utils.files import NoLocksError, lock_file
 
 APPLICATION_ID = 0x56494D45  # "VIME"
 UNREADABLE = (sqlite3.Error, OSError, UnicodeDecodeError)  # the last: a name in a damaged file that sqlite repeats
@@ -91,7 +94,7 @@ def open_for_writing(
     lock = os.open(lock_path(path), os.O_RDWR | os.O_CREAT, 0o644)
     connection = None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
         check_is_there(path)
         check_log(path)
         if read_note(path) is Note.OPEN:  # a clean end leaves nothing half-written
@@ -99,7 +102,7 @@ def open_for_writing(
                 check_content(reader, path)
         connection = _connect(path)
         _check_identity(connection, path, len(migrations))
-        connection.execute("pragma journal_mode = wal")
+        begin_log(connection, path)
         connection.execute(f"pragma synchronous = {synchronous}")
         connection.execute("pragma wal_autocheckpoint = 0")  # `fold_in` does it, and leaves no old frames in the log
         _migrate(connection, migrations)
@@ -109,12 +112,17 @@ def open_for_writing(
     except BlockingIOError as error:
         os.close(lock)
         raise LedgerFileError(f"{path}: another process writes it. A ledger has one writer; end that run.") from error
+    except NoLocksError as error:
+        os.close(lock)
+        raise LedgerFileError(str(error)) from error
     except BaseException as error:
         if connection is not None:
             connection.close()
             if read_note(path) is Note.OPEN and not wal_path(path).exists():
                 write_note(lock, Note.CLOSED)  # closing it has folded in what a kill had left
         os.close(lock)
+        if fault := no_log(error):
+            raise LedgerFileError(f"{path}: {fault}") from error
         if isinstance(error, UNREADABLE):
             raise LedgerFileError(f"{path}: cannot be opened as a ledger: {error}. {OLD_COPY}.") from error
         raise
@@ -153,6 +161,8 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     except BaseException as error:
         if connection is not None:
             connection.close()
+        if fault := no_log(error):
+            raise LedgerFileError(f"{path}: {fault}") from error
         if isinstance(error, UNREADABLE):
             raise LedgerFileError(f"{path}: cannot be read as a ledger: {error}. {OLD_COPY}.") from error
         raise

