@@ -9,6 +9,7 @@ which GPUs Ray gave them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -113,6 +114,15 @@ class World:
         except (ClusterError, ConfigError) as error:
             return {"refused": str(error)}
 
+    def run_beside(self, first: Sequence[str], second: Sequence[str]) -> dict[str, object]:
+        """The GPUs of the actors of two runs, the second of which begins and ends while the first goes on."""
+        until(lambda: free_gpus() == GPUS * self.num_nodes)  # what an earlier case had
+        with placement.reserved(parse([*FLAGS, *first])) as places:
+            actors = [started(1, place) for place in itertools.chain(*places.worlds, *places.engines)]
+            mine, theirs = self.where(actors), self.run(*second, starts=True)
+            until(lambda: free_gpus() == GPUS * self.num_nodes - len(actors))
+            return {"first": mine, "second": theirs, "first, later": self.where(actors)}
+
     def one_more(self, *flags: str) -> list[str] | str:
         """The nodes of an engine that is added to a live run with these flags; why there are none."""
         extra = placement.ExtraPlace(parse([*FLAGS, *flags]))
@@ -176,6 +186,10 @@ class World:
         return [(names[node], gpus) for node, gpus in found]
 
 
+def free_gpus() -> float:
+    return float(ray.available_resources().get("GPU", 0.0))
+
+
 def until(is_so: Callable[[], bool]) -> None:
     ends = time.monotonic() + 60
     while not is_so():
@@ -232,6 +246,7 @@ def main() -> None:
     first = parse([*FLAGS, *trainers(1, 8), *engines(8)])
     with placement.reserved(first):
         found["a second run beside one that has all"] = world.run(*trainers(1, 8), *engines(1))
+    found["two runs side by side"] = world.run_beside([*trainers(1, 4), *engines(2)], [*trainers(1, 4), *engines(3, 2)])
     found["and after it"] = world.run(*trainers(1, 8), *engines(1))
     world.grow(3)
     found["3 nodes: 2 x 8 ranks, 8 engines"] = world.run(*trainers(2, 8), *engines(8))

@@ -145,6 +145,15 @@ def test_what_a_run_had_is_free_after_it(found):
     assert [set(world) for world in found["and after it"]["worlds"]] in ([{"gpu-0"}], [{"gpu-1"}])
 
 
+def test_two_runs_in_one_cluster_have_gpus_of_their_own_and_one_ends_without_the_other(found):
+    """Of 16 GPUs the first has 4 + 2, the second 4 + 3 x 2: all of them."""
+    case = found["two runs side by side"]
+    [world], engines = case["second"]["worlds"], case["second"]["engines"]
+    taken = [(node, gpu) for node, gpus in [*case["first"], *world, *engines] for gpu in gpus]
+    assert sorted(taken) == [(f"gpu-{node}", str(gpu)) for node in range(2) for gpu in range(8)]
+    assert case["first, later"] == case["first"], "when what the second had was free again"
+
+
 def test_roles_with_ranks_of_their_own_are_whole_on_a_node_too(found):
     case = found["policy and reference apart"]
     assert [len(world) for world in case["worlds"]] == [4, 4]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ray_head import RAY, Head, environment, running_head
-from tests.helpers.training import ROOT, TinyTask, Training
+from tests.helpers.training import ROOT, TinyTask, Training, interrupt
 from vime.observability.metrics import read_metrics
 
 TOKEN = "a" * 64
@@ -79,6 +79,36 @@ def test_a_run_joins_a_cluster_with_the_token_of_the_users_home(
     assert "every promise kept" in finished.output
     assert sorted(finished.metrics()) == [0, 1]
     assert "trainer rank 0, engine-0" in (tmp_path / "run/logs/driver.log").read_text(), "places were reserved"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_two_runs_in_one_cluster_do_not_meet(
+    head: Head, tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins and ends while the first trains: actors' names, ports, placements, queue and ledger of the two
+    are apart, and the end of one takes nothing from the other."""
+    for name in [name for name in os.environ if name.startswith(("RAY_AUTH_", "TORCH"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(head.home))
+    flags = [*tiny_task.flags(), *SCRIPTED[:2], *SCRIPTED[4:], "--ray-address", head.address]
+    first = Training("train.py", [*flags, "--num-rollout", "5000"], tmp_path / "first")
+    try:
+        first.wait_for_event("round_trained")
+        second = Training("train.py", [*flags, "--num-rollout", "3"], tmp_path / "second").finish()
+        assert second.code == 0, second.output
+        assert "every promise kept" in second.output
+        assert sorted(second.metrics()) == [0, 1, 2]
+        so_far = len(first.so_far().events("round_trained"))
+        first.wait_for_event("round_trained", count=so_far + 2)
+        interrupt(first)
+        ended = first.finish()
+    finally:
+        first.kill()
+    assert ended.code == 130, ended.output
+    for run in (ended, second):
+        kinds = {kind for kind in ("engine_lost", "router_lost", "queue_lost", "run_restarted") if run.events(kind)}
+        assert not kinds, run.output
 
 
 @pytest.mark.parametrize(
