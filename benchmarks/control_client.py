@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=40, help="that an update tells of (default: 40)")
     parser.add_argument("--gap", type=float, default=0.0, help="seconds before each publish (default: 0)")
     parser.add_argument("--checkout", type=Path, action="append", help="a checkout to measure (default: this one)")
+    parser.add_argument("--at-most", type=float, help="CPU s of a publish, of each checkout, or exit code 1")
     parser.add_argument("--ports", type=int, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.ports:
@@ -131,10 +132,14 @@ def main() -> None:
     checkouts = [checkout.resolve() for checkout in options.checkout or [ROOT]]
     names = ("CPU s a publish", "CPU ms a call and engine", "wall ms a call of all", "connections", "threads")
     print(f"| engines | checkout | {' | '.join(names)} |\n|---|{'---|' * (len(names) + 1)}")
+    most = 0.0
     for number in options.engines:
         for checkout, found in measure(number, checkouts, options).items():
-            cells = [f"{statistics.median(turn[name] for turn in found):.3g}" for name in names]
-            print(f"| {number} | {checkout.name} | {' | '.join(cells)} |", flush=True)
+            medians = [statistics.median(turn[name] for turn in found) for name in names]
+            print(f"| {number} | {checkout.name} | {' | '.join(f'{each:.3g}' for each in medians)} |", flush=True)
+            most = max(most, medians[0])
+    if options.at_most is not None and most > options.at_most:
+        sys.exit(f"a publish takes {most:.2f} s of the trainer's CPU, expected at most {options.at_most:g}")
 
 
 def measure(number: int, checkouts: list[Path], options: argparse.Namespace) -> dict[Path, list[dict[str, float]]]:

@@ -1,6 +1,7 @@
 r"""How fast weights are hashed, beside copying memory and BLAKE2b, and what that makes of an update of larger models.
 
     .venv/bin/python benchmarks/weight_hash.py [--mebibytes 512] [--turns 5] [--link 25] [--load 25] [--gpu-hash 60]
+    .venv/bin/python benchmarks/weight_hash.py --at-least 5       # exit code 1 when one thread hashes fewer GB/s
     .venv/bin/python benchmarks/weight_hash.py --device cuda      # a GPU's hash is measured too, not assumed
 
 Measured: GB/s of one tensor on this machine's processor, best of the turns, which are taken alternately. The table's
@@ -11,6 +12,7 @@ pieces alone (the reduction), and the content hash as sender and engine make it;
 """
 
 import argparse
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=25.0, help="GB/s that an engine loads, assumed (default: 25)")
     parser.add_argument("--gpu-hash", type=float, default=60.0, help="GB/s on a GPU, assumed (default: 60)")
     parser.add_argument("--device", default="cpu", help="cuda: measure the hash on that GPU too (default: cpu)")
+    parser.add_argument("--at-least", type=float, default=0.0, help="GB/s of the content hash, or exit code 1")
     options = parser.parse_args()
     torch.set_num_threads(1)
     source = torch.randint(0, 256, (options.mebibytes << 20,), dtype=torch.uint8)
@@ -53,6 +56,8 @@ def main() -> None:
             for speed, hash_speed in zip(slowest, (on_cpu, options.gpu_hash), strict=True)
         ]
         print(f"| {name} | {gigabytes:g} | {2 * gigabytes / blake:.0f} | {now[0]:.1f} | {now[1]:.1f} |")
+    if on_cpu < options.at_least:
+        sys.exit(f"the content hash does {on_cpu:.2f} GB/s on one thread, expected at least {options.at_least:g}")
 
 
 def measure(source: torch.Tensor, turns: int) -> dict[str, float]:

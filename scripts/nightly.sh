@@ -16,10 +16,11 @@
 #   agents   six agent programs over SDKs of others, killed and judged    the judge, tests/unit/project; SDKs, tests/contract
 #   fuzz     over 10,000 inputs to every endpoint of gateway and sessions  a tenth of them, tests/contract
 #   flips    a flipped bit in any file of a run directory                 one in each kind of file, test_streaming_run.py
+#   figures  goals in seconds and GB/s, and the forecast of ten runs      none: nothing is timed there
 #   inputs   train.py with each broken input, in processes of their own   all of them in one process, tests/unit/ray
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PARTS=(tests matrix random workers vllm fleet agents fuzz flips inputs)
+PARTS=(tests matrix random workers vllm fleet agents fuzz flips figures inputs)
 FLEET=(engine router worker queue ledger gateway manager trainer ray driver)
 FUZZ=(tests/contract/gateway/test_gateway_fuzz.py tests/contract/sessions/test_session_fuzz.py)
 OUT=${1:?usage: ./scripts/nightly.sh OUT [PART ...]; parts: ${PARTS[*]}}
@@ -48,8 +49,16 @@ run_part() {
     agents) MODE=external WORKERS=2 bounded ./scripts/agents_chaos.sh "$OUT/agents" $((KILLS * 10)) "$KILLS" "$SEED" ;;
     fuzz) VIME_TEST_DEADLINE=$DEADLINE VIME_FUZZ_EXAMPLES=200 ./scripts/test.sh "${FUZZ[@]}" ;;
     flips) bounded "$PYTHON" -m tests.helpers.run_flips "$OUT/flips" --seed "$SEED" ;;
+    figures) run_figures ;;
     inputs) bounded "$PYTHON" -m tests.helpers.broken_inputs ;;
   esac
+}
+run_figures() {
+  local code=0
+  bounded "$PYTHON" benchmarks/weight_hash.py --at-least 5 || code=1
+  bounded "$PYTHON" benchmarks/control_client.py --engines 1000 --buckets 1 --tensors 18432 --at-most 2 || code=1
+  bounded "$PYTHON" benchmarks/forecast.py || code=1
+  return "$code"
 }
 # SIGINT, upon which every part ends what it started; nothing else ends the processes of a session of their own.
 bounded() { timeout --foreground --signal=INT --kill-after=180 "$DEADLINE" "$@"; }

@@ -5,7 +5,9 @@
 #   ray start --address HEAD:6379 --num-gpus 8
 #   MODEL_DIR=/models DATA_DIR=/data OUT_DIR=/mnt/out ./scripts/run-qwen3-30B-A3B.sh
 # Both nodes need model, data and OUT_DIR under the same paths. It runs on what scripts/install.sh installs. `vime plan`
-# with these flags counts what a GPU holds while it trains. Metrics on wandb, once `wandb login` was said on the head
+# with these flags counts what a GPU holds while it trains. That engines report their experts
+# (--use-rollout-routing-replay) has never run (docs/never-run.md): without the flag, trainer and engine choose experts
+# each for itself. Metrics on wandb, once `wandb login` was said on the head
 # node: USE_WANDB=1.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -277,21 +277,29 @@ def test_fsdp_counts_a_share_of_every_tensor_and_says_what_it_leaves_out(models:
 
 
 def test_the_command_of_an_engine_on_gpus_is_one_that_vllm_parses(tmp_path: Path, downloaded: Path) -> None:
-    config = resolve(parse(script_flags("run-qwen3-4B.sh", tmp_path, downloaded)))
-    config = config.replace(rollout_num_gpus_per_engine=4, use_rollout_routing_replay=True)
+    """As a run starts it: with GPUs of its own, and in turns with the trainers."""
+    own = resolve(parse(script_flags("run-qwen3-4B.sh", tmp_path, downloaded)))
+    own = own.replace(rollout_num_gpus_per_engine=4, use_rollout_routing_replay=True)
+    shared = resolve(parse(script_flags("run-qwen3-30B-A3B.sh", tmp_path, downloaded)))
     program = (
         "import json, sys\n"
-        "from vime.backends.vllm_utils.launch import engine_command\n"
+        "from vime.backends.vllm_utils.launch import awaiting_update, engine_command\n"
         "from vime.config.parse import Config\n"
         "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
         "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-        "command = engine_command(Config.from_dict(json.load(sys.stdin)), index=1, host='127.0.0.1', port=8000)\n"
-        "parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])\n"
-        "print('\\n' + json.dumps([parsed.tensor_parallel_size, parsed.dtype, parsed.gpu_memory_utilization,\n"
-        "    parsed.enable_return_routed_experts, parsed.max_model_len, parsed.logprobs_mode]))\n"
+        "for given in json.load(sys.stdin):\n"
+        "    config = awaiting_update(Config.from_dict(given))\n"
+        "    command = engine_command(config, index=1, host='127.0.0.1', port=8000)\n"
+        "    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])\n"
+        "    print('\\n' + json.dumps([parsed.tensor_parallel_size, parsed.dtype, parsed.gpu_memory_utilization,\n"
+        "        parsed.enable_return_routed_experts, parsed.max_model_len, parsed.logprobs_mode,\n"
+        "        parsed.enable_sleep_mode, parsed.load_format]))\n"
     )
     words = [sys.executable, "-c", program]
-    given = json.dumps(config.to_dict())
+    given = json.dumps([own.to_dict(), shared.to_dict()])
     done = subprocess.run(words, cwd=ROOT, input=given, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [4, "bfloat16", 0.85, True, 16384, "processed_logprobs"]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert found[0] == [4, "bfloat16", 0.85, True, 16384, "processed_logprobs", False, "dummy"]
+    assert found[1][:4] == [2, "bfloat16", 0.8, True]
+    assert found[1][5:] == ["processed_logprobs", True, "dummy"]

@@ -86,9 +86,16 @@ def test_the_night_runs_every_part_and_says_which_failed(place: Path) -> None:
             "test.sh tests/contract/gateway/test_gateway_fuzz.py tests/contract/sessions/test_session_fuzz.py",
         ),
         ("flips", "FAILED: exit code 1", f"python -m tests.helpers.run_flips {out}/flips --seed 7"),
+        ("figures", "passed", "python benchmarks/forecast.py"),
         ("inputs", "passed", "python -m tests.helpers.broken_inputs"),
     ]
     assert code == 1
+
+
+def test_a_goal_that_the_night_misses_is_named_though_the_figure_after_it_is_met(place: Path) -> None:
+    code, lines = run(place, "nightly.sh", "out", "figures", SEED="7", FAILS="at-most")
+    assert code == 1
+    assert lines[-1].startswith("| figures | FAILED: exit code 1 |")
 
 
 def test_a_part_of_the_night_has_a_deadline(place: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.unit.project.test_project_pages import defined_names
-from vime.cli.chaos import MATRIX
+from vime.cli.chaos import MATRIX, OF_GATEWAY, OF_WORKERS
 from vime.handoff.ledger_types import State
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,7 +34,7 @@ def test_every_function_and_test_that_the_page_names_exists() -> None:
 
 
 def test_every_row_of_what_dies_names_a_test_or_a_case_of_the_matrix() -> None:
-    matrix = {re.sub(r":\d+", "", case) for case in MATRIX}
+    matrix = {re.sub(r":\d+", "", case) for case in (*MATRIX, *OF_WORKERS, *OF_GATEWAY)}
     found = rows("What happens when X dies")
     assert len(found) > 20
     for row in found:
@@ -42,6 +42,13 @@ def test_every_row_of_what_dies_names_a_test_or_a_case_of_the_matrix() -> None:
         assert tests or cases, row
         assert all(name.startswith("test_") for _, name in tests), row
         assert set(cases) <= matrix, row
+
+
+def test_whatever_the_chaos_command_kills_has_a_row() -> None:
+    of_cases = (case.partition("@")[0].split("+") for case in (*MATRIX, *OF_WORKERS, *OF_GATEWAY))
+    killed = {part.removesuffix("-actor") for parts in of_cases for part in parts}
+    cases = {case.partition("@")[0] for row in rows("What happens when X dies") for case in CASE.findall(row[-1])}
+    assert killed - cases == {"move"}  # of the run's directory, which nobody kills
 
 
 def test_the_diagram_and_the_table_of_transitions_are_the_same() -> None:
