@@ -3,13 +3,16 @@
 # per extra records what was installed, and nothing happens while setup.py is unchanged.
 #   ./scripts/install.sh [extra ...]      extras besides cpu|gpu and dev, for example: smollm2 reasoning-gym
 #   ./scripts/install.sh gpu              for GPUs where none is visible: the head of a cluster, an image that is built
+# Without cpu|gpu an environment stays what it was installed as; a new one is for what the machine has.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VIME_VENV:-.venv}
 PYTHON=${PYTHON:-python3.11}
 command -v "$PYTHON" >/dev/null || PYTHON=python3
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then SEEN=gpu; else SEEN=cpu; fi
-case " $* " in *" gpu "*) DEVICE=gpu ;; *" cpu "*) DEVICE=cpu ;; *) DEVICE=$SEEN ;; esac
+DEVICE=$SEEN
+for known in cpu gpu; do compgen -G "$VENV/.vime-installed-*-$known" >/dev/null && DEVICE=$known; done
+case " $* " in *" gpu "*) DEVICE=gpu ;; *" cpu "*) DEVICE=cpu ;; esac
 EXTRAS=$(printf '%s\n' "$DEVICE" dev "$@" | sort -u | paste -sd,)
 STAMP=$VENV/.vime-installed-$(printf '%s %s' "$PWD" "$(sha256sum setup.py)" | sha256sum | cut -c1-16)
 missing=$(for extra in ${EXTRAS//,/ }; do [ -e "$STAMP-$extra" ] || echo "$extra"; done)
@@ -57,5 +60,7 @@ unset PYTHONDONTWRITEBYTECODE
 "$VENV/bin/python" -W ignore -c 'import megatron.core, transfer_queue, vime.ray.driver
 import vllm.entrypoints.openai.api_server, vllm.v1.engine.core' >/dev/null || {
   echo "install: what a run imports does not load (see above)." >&2; exit 3; }
+if [ "$DEVICE" = cpu ]; then OTHER=gpu; else OTHER=cpu; fi
+rm -f "$VENV"/.vime-installed-*-"$OTHER"  # its packages are not there any more
 for extra in ${EXTRAS//,/ }; do touch "$STAMP-$extra"; done
 echo "install: done in $((SECONDS - started)) s; source $VENV/bin/activate gives you its python and vime"

@@ -29,6 +29,8 @@ _NO_LOG = (
     "node can map. Some network file systems have no such files. Put the run directory (--run-dir) on another file "
     "system, best on a disk of the node that owns the ledger (docs/gpu-launch.md)."
 )
+_UNSHARED = ("SQLITE_IOERR_SHMOPEN", "SQLITE_IOERR_SHMLOCK", "SQLITE_IOERR_SHMMAP", "SQLITE_PROTOCOL")
+"""Not SHMSIZE, which a full disk is too."""
 _WAL_HEADER = struct.Struct(">8I")  # magic, format, page size, number of resets, two salts, two checksums
 _FRAME_HEADER = struct.Struct(">6I")  # page, pages of the database after a commit, two salts, two checksums
 _BIG_ENDIAN, _LITTLE_ENDIAN = 0x377F0683, 0x377F0682
@@ -123,7 +125,7 @@ def check_log(path: Path) -> None:
 
 
 def begin_log(connection: sqlite3.Connection, path: Path) -> None:
-    """Have sqlite write ahead, and try it with a transaction that changes nothing.
+    """Have sqlite write ahead, and try it with a transaction that writes nothing.
 
     It needs memory that is shared through a file beside the ledger, for which it maps that file. Some network file
     systems do not let it; then sqlite goes on without a log, or fails at the first write.
@@ -132,12 +134,11 @@ def begin_log(connection: sqlite3.Connection, path: Path) -> None:
         [mode] = connection.execute("pragma journal_mode = wal").fetchone()
         if mode != "wal":
             raise LedgerFileError(f"{path}: {_NO_LOG.format(f'journal mode {mode}')}")
-        [version] = connection.execute("pragma user_version").fetchone()
         connection.execute("begin immediate")
-        connection.execute(f"pragma user_version = {version}")
-        connection.execute("commit")
+        connection.execute("rollback")
     except sqlite3.OperationalError as error:
-        if error.sqlite_errorname.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN")):
+        is_ours = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)  # else it is a matter of permissions
+        if is_ours and error.sqlite_errorname.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN")):
             raise LedgerFileError(f"{path}: {_NO_LOG.format(f'{error} ({error.sqlite_errorname})')}") from error
         raise
 
@@ -145,7 +146,7 @@ def begin_log(connection: sqlite3.Connection, path: Path) -> None:
 def no_log(error: BaseException) -> str:
     """Return what to say of an error of sqlite that could not share memory through a file; empty for any other."""
     name = getattr(error, "sqlite_errorname", "")
-    return _NO_LOG.format(f"{error} ({name})") if name.startswith(("SQLITE_IOERR_SHM", "SQLITE_PROTOCOL")) else ""
+    return _NO_LOG.format(f"{error} ({name})") if name in _UNSHARED else ""
 
 
 def find_damage(wal: bytes) -> str | None:

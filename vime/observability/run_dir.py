@@ -24,6 +24,7 @@ from vime.types import ConfigError, DataError
 from vime.utils.files import NoLocksError, lock_file
 from vime.utils.waits import DIRECTORY as WAITS
 
+TOUCHED_S = 60.0  # a live process touches its file in `waits/` more often, also on a busy machine
 SUBDIRECTORIES = ("events", "logs", "eval", "checkpoints")
 LOCK_NAME = "run.lock"
 EARLIER = "earlier-starts"
@@ -133,7 +134,8 @@ def check_run_dir(path: Path) -> None:
 
 
 def is_alive(run: Path) -> bool:
-    """Whether a process holds the run directory: its lock ends with it. Where there are no locks no run has started."""
+    """Whether a process holds the run directory: its lock ends with it. A node that sees the files without their locks
+    looks whether one of `waits/` was touched of late, which each process of a live run does every few seconds."""
     try:
         lock = os.open(run / LOCK_NAME, os.O_RDONLY)
     except OSError:
@@ -143,7 +145,7 @@ def is_alive(run: Path) -> bool:
     except BlockingIOError:
         return True
     except NoLocksError:
-        return False
+        return _is_touched(run)
     finally:
         os.close(lock)
     return False
@@ -175,6 +177,14 @@ def _fresh_path() -> Path:
         number += 1
         path = stem.with_name(f"{stem.name}-{number}")
     return path
+
+
+def _is_touched(run: Path) -> bool:
+    for file in (run / WAITS).glob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if abs(time.time() - file.stat().st_mtime) < TOUCHED_S:
+                return True
+    return False
 
 
 def claim(root: Path, flag: str) -> int:

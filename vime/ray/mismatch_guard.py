@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vime.backends.vllm_utils.control import FleetControl
+from vime.backends.vllm_utils.launch import may_start_random
 from vime.config.parse import Config
 from vime.data.images import images_of
 from vime.data.rows import TrainRow
@@ -156,7 +157,8 @@ class MismatchGuard:
         self, version: Version, engines: Sequence[EngineAddress], between: Callable[[], None] | None = None
     ) -> None:
         """Compare these engines, which have got no prompt since their start, with the trainer. One that differs is
-        named in a warning, or in a MismatchError under --on-train-rollout-diff stop. With --check-weight-update-equal
+        named in a warning, or in a MismatchError under --on-train-rollout-diff stop where it began with random weights:
+        one that is quantised, or that somebody else has started, may differ by design. With --check-weight-update-equal
         all engines are compared elsewhere. `between`: as in `compare_with_engines`."""
         if not engines or not self._is_judged or self._config.weights.check_weight_update_equal:
             return
@@ -164,11 +166,12 @@ class MismatchGuard:
         try:
             check_engines_agree(self._config, self._ranks, fleet, version, between=between, is_of_text=True)
         except PublishError as error:
-            if self._config.agreement.on_train_rollout_diff == "stop":
+            is_known = may_start_random(self._config) and not self._config.cluster.rollout_external_engine_addrs
+            if is_known and self._config.agreement.on_train_rollout_diff == "stop":
                 raise MismatchError(f"{error} (--on-train-rollout-diff stop)") from error
             self._screen.warn(str(error))
         except EngineError as error:  # one that is lost is for the next check of the engines
-            self._screen.warn(f"version {version}: engines that started are not compared with the trainer. {error}")
+            self._screen.warn(f"version {version}: engines that started serve without a comparison. {error}")
         finally:
             fleet.close()
 

@@ -121,7 +121,9 @@ def look_at_node(config: Config, paths: Sequence[tuple[str, str]]) -> Look:
     installed: Installed | str
     try:
         installed = installed_source()
-    except (OSError, subprocess.SubprocessError) as error:
+    except subprocess.CalledProcessError as error:
+        installed = f"exit code {error.returncode}: {error.stderr[-300:].strip()}"
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         installed = str(error)
     return Look(
         listens_on=listens_on,

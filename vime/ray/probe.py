@@ -117,8 +117,9 @@ def check_engines_agree(
             wrong.append(f"engine {engine}: log-probabilities differ from the trainer's by {difference:.3g}")
     if wrong:
         raise PublishError(
-            f"{'; '.join(wrong)} after version {version} (bound {bound:g}), although the bytes were confirmed. The "
-            "engine computes with other weights: restart the run with --load, and report this with the model type."
+            f"{'; '.join(wrong)} after version {version} (bound {bound:g}), although the bytes were confirmed. They "
+            "compute with other weights, or are quantised. If they are not: restart the run with --load, and report "
+            "this with the model type."
         )
     logger.info("version %d: engines agree with the trainer within %.2g", version, worst)
     return worst

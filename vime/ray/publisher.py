@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from vime.protocols import AdapterEngine, TrainEngine
     from vime.weights.plan import TensorMeta
+
+logger = logging.getLogger(__name__)
 
 BY_MEMORY = ("shm", "ipc")
 """Transports whose two ends are on one node, or on one GPU."""
@@ -51,6 +54,9 @@ class Publishing:
         except PublishLostError as error:
             if not self.needs_every_rank:
                 raise
+            logger.warning(
+                "version %d: %s was lost in the update: %s", version, [each.name for each in mine or ()], error
+            )
             report = error
         finally:
             for stream in streams.values():

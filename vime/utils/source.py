@@ -52,8 +52,11 @@ class Installed:
 
 
 def read_source(root: Path) -> Source:
-    files = {
-        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in root.rglob("*.py")
+    paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    files = {  # without what editors leave, which nobody can import
+        name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for name, path in paths.items()
+        if not any(part.startswith(".") for part in name.split("/"))
     }
     return Source(root=str(root), files=files)
 

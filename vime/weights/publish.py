@@ -7,8 +7,8 @@
     compare with the hash of what was sent             a difference stops here
     resume                                             only after a confirmed update
 
-By `shm` a bucket is one call to each engine: with the first the engine pauses and starts, with the last it finishes and
-reports. By the other transports all buckets are one call. Resume is a call by itself.
+By `shm` and `ipc` a bucket is one call to each engine: with the first the engine pauses and starts, with the last it
+finishes and reports. By the other transports all buckets are one call. Resume is a call by itself.
 
 A failed update leaves the engines paused: vLLM cannot recover a half-loaded model, and resuming one lets it
 generate from a mixture of versions or die at the next request. The owner of the engines must replace them.
@@ -76,7 +76,7 @@ def joined(sent: Sequence[Sent]) -> PublishReport:
         each = ", ".join(f"rank {rank}: {report.content_hash}" for rank, report in reports.items())
         raise PublishError(
             f"version {first.version}: trainer ranks sent different weights ({each}), expected the same of all: "
-            "data-parallel ranks hold copies of one model. Go on from the newest checkpoint, and look for a rank with "
+            "they should hold one model. Go on from the newest checkpoint, and look for a rank with "
             "other hardware or other packages."
         )
     return replace(
@@ -104,8 +104,9 @@ def publish(
     `adapter`: the stream holds the tensors of one. `is_released` False: another update of the same version follows, the
     engines stay paused until then.
 
-    Called by the one trainer rank that sends. `stream` holds collectives in which that rank's peers take part, so
-    it is consumed to its end in every case, also when the update fails. Raises PublishError; engines then stay paused.
+    Called by each trainer rank that sends, for its engines. `stream` holds collectives in which that rank's peers take
+    part, so it is consumed to its end in every case, also when the update fails. Raises PublishError; engines then stay
+    paused.
     """
     try:
         return _publish(stream, metadata, version, fleet, sender, pause_mode, deadline_s, adapter, is_released)

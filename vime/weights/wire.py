@@ -27,7 +27,7 @@ Deliver = Callable[[UpdateInfo], None]
 
 
 class WeightSender(Protocol):
-    """The trainer's end of one transport. Owned by the one trainer rank that publishes."""
+    """The trainer's end of one transport. Owned by a trainer rank that publishes."""
 
     def connect(self, fleet: EngineControl) -> None:
         """Meet the engines. Called once before the first update, and again after the fleet has changed."""

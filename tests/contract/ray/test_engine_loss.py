@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from vime.observability.events import read_events
 from vime.ray.publisher import Publisher
 from vime.rollout.engine_client import EngineClient
 from vime.rollout.exchanges import Completion
-from vime.types import EngineLostError, VimeError
+from vime.types import EngineAddress, EngineLostError, VimeError
 from vime.weights.plan import TensorMeta
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -108,8 +109,13 @@ def test_requests_go_on_while_an_engine_is_dead_and_nobody_has_noticed(start_fle
     assert fleet.events() == []
 
 
+def in_progress(engine: EngineAddress) -> int:
+    return httpx.get(f"{engine.url}/vime/requests", headers=engine.headers, timeout=60).json()["in_progress"]
+
+
 @pytest.mark.parametrize("whose", ["server", pytest.param("actor", marks=pytest.mark.nightly)])
 def test_a_stopped_engine_is_lost_at_the_deadline_of_its_health_check(start_fleet, whose, monkeypatch) -> None:
+    """Requests that it has at that moment are answered by the other."""
     from vime.ray import engines as engines_module
 
     monkeypatch.setattr(engines_module, "GRACE_S", 1.0)
@@ -117,9 +123,15 @@ def test_a_stopped_engine_is_lost_at_the_deadline_of_its_health_check(start_flee
     fleet.publish(0)
     server = fleet.server(1)
     stopped = server if whose == "server" else server.parent().parent()
-    os.kill(stopped.pid, signal.SIGSTOP)
-    fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
-    fleet.check_until(lambda: has_ended(server))  # Ray takes five seconds to kill an actor that is stopped
+    second = fleet.engines.addresses[1]
+    httpx.post(f"{second.url}/pause?mode=keep", headers=second.headers, timeout=60).raise_for_status()
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(fleet.versions, 8)
+        fleet.check_until(lambda: in_progress(second) > 0)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        fleet.check_until(lambda: fleet.events()[-1:] == [("engine_ready", "engine-1")])
+        fleet.check_until(lambda: has_ended(server))  # Ray takes five seconds to kill an actor that is stopped
+        assert answered.result(timeout=60) == {"0"}
     assert fleet.publish(1) == ["engine-0", "engine-1"]
     assert fleet.versions(8) == {"1"}
 

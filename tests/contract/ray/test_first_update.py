@@ -140,4 +140,4 @@ def test_an_engine_that_does_not_answer_is_for_the_check_of_the_engines(llama_di
         engine.faults.status["/inference/v1/generate"] = 500
         setup.guard.after_first_update(0, [engine.address])
     [warning] = setup.warnings
-    assert "version 0: engines that started are not compared with the trainer. e0" in warning
+    assert "version 0: engines that started serve without a comparison. e0" in warning

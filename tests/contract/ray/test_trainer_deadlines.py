@@ -11,10 +11,16 @@ from vime.ray.placement import ANYWHERE
 from vime.ray.trainers import Trainers
 from vime.ray.waits import Interrupted
 from vime.types import ClusterError, EngineError, WaitTimeoutError
+from vime.weights.publish import PublishReport
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 FLAGS = ["--device", "cpu", "--actor-num-gpus-per-node", "2", "--distributed-timeout-minutes", "0.1"]
 FLAGS += ["--train-timeout-secs", "7000"]
+
+
+SENT = PublishReport(
+    version=1, content_hash="", engine_reports=(), num_tensors=1, num_bytes=1, pause_s=0.0, confirm_s=0.0
+)
 
 
 class Stub:
@@ -70,6 +76,8 @@ def test_each_wait_has_its_own_deadline(trainers, monkeypatch) -> None:
 
     def recorded(refs, *, name, deadline_s, **_):
         waited[name] = deadline_s
+        if "publish" in name:
+            return [SENT, None]
         return [("127.0.0.1", 1)] if "placed" in name else [{}] * len(refs)
 
     monkeypatch.setattr(trainers_module, "wait_for", recorded)
@@ -77,7 +85,7 @@ def test_each_wait_has_its_own_deadline(trainers, monkeypatch) -> None:
     trainers.wait_ready()
     trainers.save(Path("unused"))
     trainers._policy.call(Stub.release)
-    trainers.publish(1, [])
+    assert trainers.publish(1, []) == SENT
     assert waited == {
         "trainer rank 0 to be placed": 300,  # --start-timeout-secs
         "trainer ranks to build the model": 310,  # and a second for each 100 MB of the checkpoint

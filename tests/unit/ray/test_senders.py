@@ -58,7 +58,9 @@ class Sender:
     def reaches(self, engines: Sequence[EngineAddress]) -> bool:
         return self._names == [engine.name for engine in engines]
 
-    def publish(self, stream: Iterator[tuple[str, Any]], metadata: Any, version: int) -> PublishReport:
+    def publish(
+        self, stream: Iterator[tuple[str, Any]], metadata: Any, version: int, **of_adapter: Any
+    ) -> PublishReport:
         if self.fails:
             raise self.fails
         Sender.sent.append((self._names, [name for name, _ in stream]))
@@ -78,8 +80,17 @@ class Exporting:
             self.taken += 1
             yield name, None
 
+    def export_base(self) -> Iterator[tuple[str, Any]]:
+        return self.export_weights()
+
+    def export_adapter(self) -> Iterator[tuple[str, Any]]:
+        self.taken += 10
+        yield "a0", None
+
     def weight_metadata(self) -> list[Any]:
         return []
+
+    adapter_metadata = weight_metadata
 
 
 @pytest.fixture
@@ -105,13 +116,26 @@ def test_each_rank_sends_to_the_engine_on_its_gpus_and_the_others_gather(config:
     assert Sender.sent == [(["engine-0"], ["w0", "w1"]), (["engine-2"], ["w0", "w1"])]
 
 
+def test_every_rank_gathers_the_base_again_when_one_engine_has_come_back(config: Config) -> None:
+    """Else ranks would be in different collectives: that of the base, and that of the adapter."""
+    lora = replace(config, lora=replace(config.lora, lora_rank=4))
+    ranks = [Publishing(lora, Path("unused"), rank) for rank in range(3)]
+    back = [ENGINES[0], replace(ENGINES[1], url="http://new"), ENGINES[2]]
+    for engines, taken in ((ENGINES, 12), (ENGINES, 10), (back, 12), (ENGINES[:1], 10), (back, 12)):
+        exports = [Exporting() for _ in ranks]
+        for rank, trained in zip(ranks, exports, strict=True):
+            rank.publish(cast("Any", trained), 7, engines)
+        assert [trained.taken for trained in exports] == [taken] * 3
+
+
 def test_a_sender_whose_engine_was_lost_says_so_and_gathers_to_the_end(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lost = PublishLostError("gone")
     monkeypatch.setattr(Sender, "fails", lost)
     trained = Exporting()
     assert publish(config, 2, ENGINES, trained) is lost
+    assert "version 7: ['engine-2'] was lost in the update: gone" in caplog.text
     assert trained.taken == 2
     alone = replace(config, weights=replace(config.weights, update_weight_transport="gloo"))
     with pytest.raises(PublishLostError, match="gone"):

@@ -83,6 +83,7 @@ OWNED_FLAGS = {
 REFERENCE_OWNED_FLAGS = frozenset(
     {
         *("--max-num-seqs", "--max-num-batched-tokens", "--long-prefill-token-threshold", "--speculative-config"),
+        *("--spec-model", "--spec-method", "--spec-tokens"),
         *("--enable-prefix-caching", "--no-enable-prefix-caching", "--enable-chunked-prefill"),
         *("--no-enable-chunked-prefill", "--config"),
     }
@@ -92,8 +93,8 @@ REFERENCE_OWNED_FLAGS = frozenset(
 # cache), or of whose loading the user decides.
 LOADING_FLAGS = frozenset(
     {
-        *("--load-format", "--model-loader-extra-config", "--quantization", "--kv-cache-dtype"),
-        *("--speculative-config", "--config"),
+        *("--load-format", "--model-loader-extra-config", "--quantization", "--quantization-config"),
+        *("--kv-cache-dtype", "--speculative-config", "--spec-model", "--spec-method", "--spec-tokens", "--config"),
     }
 )
 
@@ -172,11 +173,18 @@ def engine_command(config: Config, *, index: int, host: str, port: int, part: Pa
     return [*command, *config.vllm_flags]
 
 
+def may_start_random(config: Config) -> bool:
+    """Return whether an update brings such an engine all that it computes with. Not what the loader of a model with
+    images keeps beside its weights."""
+    given = {name.partition(".")[0] for name in flag_names(config.vllm_flags)}
+    return not (LOADING_FLAGS & given or config.flat.multimodal_keys)
+
+
 def awaiting_update(config: Config) -> Config:
     """Return the configuration of an engine that gets all weights from an update before its first prompt: it starts
     with random ones. Those of the checkpoint would be right where the first update misses a value, which nobody would
     notice before training has moved it (decision 0055)."""
-    if LOADING_FLAGS & {name.partition(".")[0] for name in flag_names(config.vllm_flags)}:
+    if not may_start_random(config):
         return config
     return dataclasses.replace(config, vllm_flags=("--load-format", "dummy", *config.vllm_flags))
 
