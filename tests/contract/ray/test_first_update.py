@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,9 +26,9 @@ TRANSPORTS = ["shm", "gloo", "disk"]
 class Setup:
     """A guard without a run, and the publisher of the same configuration."""
 
-    def __init__(self, tmp_path: Path, model_dir: Path, **flags: Any) -> None:
+    def __init__(self, tmp_path: Path, model_dir: Path, *, vllm_flags: tuple[str, ...] = (), **flags: Any) -> None:
         self._told, self.model, self._run_dir = io.StringIO(), tiny_models.load(model_dir), tmp_path
-        self.config = Config().replace(
+        self.config = replace(Config(), vllm_flags=vllm_flags).replace(
             **{
                 "hf_checkpoint": str(model_dir),
                 "on_train_rollout_diff": "warn",
@@ -120,6 +121,20 @@ def test_the_run_ends_where_it_is_to_stop_at_a_difference(llama_dir: Path, tmp_p
         setup.publish(engine.address)
         with pytest.raises(MismatchError, match=r"engine e0: .* after version 0 .*--on-train-rollout-diff stop"):
             setup.guard.after_first_update(0, [engine.address])
+
+
+@pytest.mark.parametrize(
+    "flags", [{"vllm_flags": ("--quantization", "fp8")}, {"rollout_external_engine_addrs": ["10.0.0.5:81"]}]
+)
+def test_the_run_goes_on_where_an_engine_may_differ_by_design(
+    llama_dir: Path, tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    setup = Setup(tmp_path, llama_dir, on_train_rollout_diff="stop", **flags)
+    with TiedEngine(llama_dir, is_random=True, keeps="lm_head") as engine:
+        setup.publish(engine.address)
+        setup.guard.after_first_update(0, [engine.address])
+    [warning] = setup.warnings
+    assert "They compute with other weights, or are quantised." in warning
 
 
 @pytest.mark.parametrize("flags", [{"on_train_rollout_diff": "ignore"}, {"check_weight_update_equal": True}])

@@ -53,6 +53,8 @@ def test_an_engine_that_waits_for_an_update_reads_no_weights_unless_it_needs_mor
         ["--vllm-load-format", "auto"],
         ["--vllm-quantization=fp8"],
         ["--vllm-speculative-config.model", "draft"],
+        ["--vllm-spec-model", "draft"],
+        ["--multimodal-keys", '{"image": "images"}'],
     ):
         assert "dummy" not in command(awaiting_update(cpu(*flags)))
 
