@@ -231,6 +231,35 @@ def test_a_group_of_a_jobs_own_whose_gateway_and_job_are_killed_holds_no_slot(
     assert report.groups["dropped"] >= 1, "and what was too old when a slot came"
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_gateway_that_hangs_is_replaced_like_a_dead_one(
+    tiny_task: TinyTask, tmp_path: Path, started: Callable[[Any], Any]
+) -> None:
+    """After 30 s without a response; what was put before counts once."""
+    address, run = gateway_address(), tmp_path / "run"
+    flags = [*tiny_task.flags(), "--num-rollout", "1000", "--rollout-num-engines", "0", "--max-staleness", "1"]
+    flags += ["--transferqueue-mode", "external", "--transferqueue-address", address]
+    flags += ["--on-train-rollout-diff", "ignore"]  # made-up log-probabilities
+    own = started(Bringer(f"http://{address}", make_token(run, "job-own")))
+    training = Training("train.py", flags, run)
+    own.start()
+    wait_until_it_brings(training, "job-own")
+    gateway = training.member("GatewayActor")
+    gateway.suspend()
+    training.wait_for_event("worker_lost")
+    wait_until_it_brings(training, "job-own", more_than=brought(training, "job-own"))
+    assert not gateway.is_running()
+    assert own.client.post("/v1/groups/own", json=own.put[0]).json()["repeated"]
+    interrupt(training)
+    finished = training.finish()
+    assert finished.code == 130, finished.output
+    assert finished.events("run_restarted") == []
+    report = audit_run(run, saved=newest_checkpoint(run), claims=partial(read_claims, run))
+    assert report.findings == ()
+    assert report.groups["durable"] == 4 * len(finished.metrics())
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node on the PATH: its packages are not ours")
 @pytest.mark.timeout(900)
 def test_workers_of_the_run_a_job_in_python_and_one_in_javascript_feed_it_while_each_is_killed(
