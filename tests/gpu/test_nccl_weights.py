@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.dist_launch import launch
+from tests.helpers.broadcast_pair import hashes
 from tests.helpers.faulty_sender import OTHER_BYTES
 
 pytestmark = [
@@ -17,23 +17,11 @@ pytestmark = [
 
 
 def test_what_the_engine_received_over_nccl_has_the_hash_of_what_was_sent(tmp_path: Path) -> None:
-    sent, received = launch(
-        "tests.helpers.broadcast_pair:run",
-        world_size=2,
-        directory=tmp_path,
-        arguments={"backend": "nccl"},
-        deadline_s=120,
-    )
+    sent, received = hashes(tmp_path, "nccl")
     assert sent == received != ""
 
 
 @pytest.mark.parametrize("fault", OTHER_BYTES)
 def test_other_bytes_than_were_sent_over_nccl_have_another_hash(fault: str, tmp_path: Path) -> None:
-    sent, received = launch(
-        "tests.helpers.broadcast_pair:run",
-        world_size=2,
-        directory=tmp_path,
-        arguments={"backend": "nccl", "fault": fault},
-        deadline_s=120,
-    )
+    sent, received = hashes(tmp_path, "nccl", fault)
     assert received not in ("", sent)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.helpers.dist_launch import Ranks
+from tests.helpers.dist_launch import Ranks, launch
 from tests.helpers.faulty_sender import Faulty
 from vime.types import EngineAddress
 from vime.weights.plan import TensorMeta
@@ -59,6 +60,13 @@ def make_weights() -> dict[str, torch.Tensor]:
         "e.weight": torch.randn(4, 8, generator=draw),
         "f.weight": torch.randn(4, 8, generator=draw),
     }
+
+
+def hashes(directory: Path, backend: str, fault: str = "none") -> tuple[str, str]:
+    """Return the content hash of what one process has sent, and of what the other received."""
+    arguments = {"backend": backend, "fault": fault}
+    sent, received = launch(f"{__name__}:run", world_size=2, directory=directory, arguments=arguments, deadline_s=120)
+    return sent, received
 
 
 def run(ranks: Ranks, backend: str, fault: str = "none") -> str:

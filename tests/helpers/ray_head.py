@@ -43,6 +43,14 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     return {**kept, "HOME": str(home), **more}
 
 
+def live_in(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the runs of a test join a cluster of this home as a user of it would: without this process's token of Ray,
+    and without what a local run says to its processes by Ray's environment."""
+    for name in [name for name in os.environ if name.startswith(("RAY_AUTH_", "TORCH"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+
+
 @contextlib.contextmanager
 def running_head(home: Path, *, with_dashboard: bool, flags: Sequence[str] = (), **variables: str) -> Iterator[Head]:
     """`flags` of `ray start` and `variables` of its environment, beside the usual ones."""

@@ -6,19 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.dist_launch import launch
+from tests.helpers.broadcast_pair import hashes
 
 
 @pytest.mark.parametrize("fault", ["none", "swapped"])
 def test_what_was_received_has_the_hash_of_what_was_sent_unless_its_bytes_are_others(
     fault: str, tmp_path: Path
 ) -> None:
-    sent, received = launch(
-        "tests.helpers.broadcast_pair:run",
-        world_size=2,
-        directory=tmp_path,
-        arguments={"backend": "gloo", "fault": fault},
-        deadline_s=120,
-    )
+    sent, received = hashes(tmp_path, "gloo", fault)
     assert received != ""
     assert (received == sent) == (fault == "none")

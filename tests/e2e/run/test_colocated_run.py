@@ -5,14 +5,13 @@ discarded them, and lets prompts wait while anything of it is asleep.
 """
 
 import itertools
-import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.metrics_page import undocumented
-from tests.helpers.ray_head import joined_node, running_head
+from tests.helpers.ray_head import joined_node, live_in, running_head
 from tests.helpers.training import Finished, TinyTask, Training, interrupt, train
 
 ROUNDS = 3
@@ -69,11 +68,9 @@ def test_on_two_nodes_the_rank_of_each_node_sends_to_the_engine_there(
     tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both nodes are on this machine: it shows who sends, not that memory of another host is out of reach."""
-    for name in [name for name in os.environ if name.startswith("RAY_AUTH_")]:
-        monkeypatch.delenv(name)
     home = tmp_path / "home"
     home.mkdir()
-    monkeypatch.setenv("HOME", str(home))
+    live_in(home, monkeypatch)
     flags = [*tiny_task.flags(), *SCRIPTED, "--num-rollout", "2", "--colocate"]
     here = train([*flags, "--actor-num-gpus-per-node", "2"], tmp_path / "here")
     with running_head(home, with_dashboard=False) as head, joined_node(head, num_cpus=4):

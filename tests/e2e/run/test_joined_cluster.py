@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.ray_head import RAY, Head, environment, running_head
+from tests.helpers.ray_head import RAY, Head, environment, live_in, running_head
 from tests.helpers.training import ROOT, TinyTask, Training, interrupt
 from vime.observability.metrics import read_metrics
 
@@ -70,9 +70,7 @@ def test_a_run_joins_a_cluster_with_the_token_of_the_users_home(
     head: Head, tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With vLLM: what a local run says to its processes by Ray's environment, this one says nobody."""
-    for name in [name for name in os.environ if name.startswith(("RAY_AUTH_", "TORCH"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(head.home))
+    live_in(head.home, monkeypatch)
     flags = [*tiny_task.flags(), *SCRIPTED[2:], "--ray-address", head.address]
     finished = Training("train.py", flags, tmp_path / "run").finish()
     assert finished.code == 0, finished.output
@@ -88,9 +86,7 @@ def test_two_runs_in_one_cluster_do_not_meet(
 ) -> None:
     """The second begins and ends while the first trains: actors' names, ports, placements, queue and ledger of the two
     are apart, and the end of one takes nothing from the other."""
-    for name in [name for name in os.environ if name.startswith(("RAY_AUTH_", "TORCH"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(head.home))
+    live_in(head.home, monkeypatch)
     flags = [*tiny_task.flags(), *SCRIPTED[:2], *SCRIPTED[4:], "--ray-address", head.address]
     first = Training("train.py", [*flags, "--num-rollout", "5000"], tmp_path / "first")
     try:
@@ -137,11 +133,9 @@ def test_a_run_whose_cluster_died_ends_by_name_and_says_where_to_go_on(
     tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster is for its owner to start again."""
-    for name in [name for name in os.environ if name.startswith("RAY_AUTH_")]:
-        monkeypatch.delenv(name)
     home = tmp_path / "home"
     home.mkdir()
-    monkeypatch.setenv("HOME", str(home))
+    live_in(home, monkeypatch)
     with running_head(home, with_dashboard=False) as doomed:
         flags = [*tiny_task.flags(), *SCRIPTED[:2], "--num-rollout", "500", "--save-interval", "1"]
         training = Training("train.py", [*flags, "--ray-address", doomed.address], tmp_path / "run")

@@ -1,7 +1,6 @@
 """A node of a joined cluster dies with its engines: the others serve, and what it had starts again on another node."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.ray_head import Head, joined_node, running_head
+from tests.helpers.ray_head import Head, joined_node, live_in, running_head
 from tests.helpers.training import ROOT, TinyTask, Training, interrupt
 
 SOONER = {f"RAY_health_check_{name}": "1000" for name in ("initial_delay_ms", "period_ms", "timeout_ms")}
@@ -79,11 +78,9 @@ def wait_for_rounds(training: Training, more: int) -> None:
 def test_engines_of_a_dead_node_and_a_restart_wait_for_another_node(
     tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in os.environ if name.startswith("RAY_AUTH_")]:
-        monkeypatch.delenv(name)
     home, run_dir = tmp_path / "home", tmp_path / "run"
     home.mkdir()
-    monkeypatch.setenv("HOME", str(home))
+    live_in(home, monkeypatch)
     monkeypatch.setenv("VIME_SCRIPTED_TOKENS_PER_SECOND", "20")
     flags = ["--num-cpus", "2"]
     with contextlib.ExitStack() as nodes:
