@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from vime.config.parse import Config
+from vime.ray import nodes
 from vime.ray.nodes import PACKAGES, Look, _differences
 from vime.utils.source import PACKAGE, Installed, Source, installed_source, own_source, read_source
 
@@ -96,3 +98,26 @@ def test_a_digest_changes_with_a_files_content_and_with_its_name(tmp_path: Path)
     assert first.changed(written(a="x", c="y")) == ["b.py", "c.py"]
     assert len({each.digest for each in (first, written(a="x", b="z"), written(a="x", d="y"))}) == 3
     assert first.digest == dataclasses.replace(first, root="elsewhere").digest
+
+
+def test_what_an_editor_leaves_is_no_file_of_the_package(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x")
+    before = read_source(tmp_path)
+    (tmp_path / ".#a.py").symlink_to(tmp_path / "nobody@here")  # a lock of Emacs, which leads nowhere
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints/a.py").write_text("y")
+    assert read_source(tmp_path) == before
+
+
+def test_a_process_that_fails_to_say_is_quoted_without_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Installed:
+        raise subprocess.CalledProcessError(1, ["python", "-c", "import json"], stderr="ImportError: no json\n")
+
+    monkeypatch.setattr(nodes, "installed_source", fails)
+    assert nodes.look_at_node(Config(), []).installed == "exit code 1: ImportError: no json"
+
+    def says_nothing() -> Installed:
+        return installed_source((sys.executable, "-c", "pass"))  # what follows are its arguments
+
+    monkeypatch.setattr(nodes, "installed_source", says_nothing)
+    assert isinstance(nodes.look_at_node(Config(), []).installed, str)
