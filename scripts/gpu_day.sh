@@ -68,7 +68,7 @@ tests() { VIME_TEST_DEADLINE=$((LIMIT - 3)) bounded "$PYTHON" -m pytest -n0 -q -
 bounded() { timeout --foreground --signal=INT --kill-after=20 "$LIMIT" "$@"; }
 
 STAMP=$(date +%H%M%S) code=0
-echo "gpu_day: $GPUS GPU(s), $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1); $BUDGET s; output in $OUT"
+echo "gpu_day: $GPUS GPU(s), $(nvidia-smi --query-gpu=name --format=csv,noheader | sed -n 1p); $BUDGET s; output in $OUT"
 for step in "${CHOSEN[@]}"; do
   began=$SECONDS outcome=ok failed=0 log=$OUT/$step.log
   LIMIT=$((BUDGET - SECONDS < $(limit_of "$step") ? BUDGET - SECONDS : $(limit_of "$step")))

@@ -22,7 +22,7 @@ missing=$(for extra in ${EXTRAS//,/ }; do [ -e "$STAMP-$extra" ] || echo "$extra
   echo "install: needs Python 3.11, got $("$PYTHON" --version 2>&1). Set PYTHON=/path/to/python3.11." >&2; exit 2; }
 if [ "$DEVICE$SEEN" = gpugpu ]; then
   # torch 2.13's build for CUDA 13.0: with an older driver everything installs, and then torch sees no device.
-  DRIVER=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+  DRIVER=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | sed -n 1p)  # reads on: the end of `head` would be an error
   [ "${DRIVER%%.*}" -ge 580 ] 2>/dev/null || {
     echo "install: NVIDIA driver '$DRIVER'; torch 2.13.0 with CUDA 13.0 needs 580 or newer. Update the driver" \
          "(or install for the CPU: ./scripts/install.sh cpu)." >&2; exit 2; }

@@ -12,7 +12,7 @@ RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')  # of this
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 BIN=$PWD/.venv/bin
 GPUS=${SLURM_GPUS_ON_NODE:-8}
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)  # not `head`, which ends before scontrol: SIGPIPE
 PORT=$((20000 + SLURM_JOB_ID % 20000))
 
 srun --nodes 1 --ntasks 1 --nodelist "$HEAD" --overlap \

@@ -40,6 +40,10 @@ done
 ((nodes <= SLURM_JOB_NUM_NODES)) || { echo "srun: More processors requested than permitted" >&2; exit 1; }
 exec "$@"
 """
+SCONTROL = """#!/bin/bash
+note "$@"
+for node in {nodes}; do echo "$node"; /bin/sleep 0.3; done  # a long list is more than one write
+"""
 RAY_THAT_BLOCKS = """#!/bin/bash
 note "pid=$$" "$@"
 exec tail -f /dev/null
@@ -81,7 +85,7 @@ def submit(home: Path, num_nodes: int, **more: str) -> subprocess.CompletedProce
     program = f'[[ $1 == - ]] && export PYTHONPATH={home / "fakes"}\nexec {sys.executable} "$@"\n'
     tool(bin_of_checkout / "python", f'#!/bin/bash\nnote "$@"\n{program}')
     tool(tools / "srun", SRUN)
-    tool(tools / "scontrol", f"#!/bin/bash\nnote \"$@\"\nprintf '%s\\n' {' '.join(NODES[:num_nodes])}\n")
+    tool(tools / "scontrol", SCONTROL.format(nodes=" ".join(NODES[:num_nodes])))
     tool(tools / "sleep", '#!/bin/bash\nnote "$@"\n')
     (home / "fakes").mkdir()
     (home / "fakes/ray.py").write_text(RAY_THAT_JOINS)

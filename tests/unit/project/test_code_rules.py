@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,14 @@ def test_the_version_pins_of_the_spine_are_exact() -> None:
     source = (ROOT / "setup.py").read_text()
     for package in ("megatron-core", "TransferQueue", "ray[default]", "vllm"):
         assert f'"{package}==' in source, package
+
+
+def test_no_script_pipes_into_head() -> None:
+    """It ends after its lines, the writer gets SIGPIPE, and under `pipefail` the script ends without a word: when, the
+    machine's speed decides. `sed -n 1p` reads to the end."""
+    scripts = [*clone_files(ROOT / "scripts", "*.sh"), *clone_files(ROOT / "examples", "*.sh"), ROOT / ".ci/run"]
+    assert len(scripts) > 10
+    assert [path.name for path in scripts if re.search(r"\|\s*head\b", path.read_text())] == []
 
 
 def _modules(package: str) -> list[str]:

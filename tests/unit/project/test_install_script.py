@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 NVIDIA_SMI = """#!/bin/sh
-case "$1" in -L) echo "GPU 0: NVIDIA H100 80GB HBM3" ;; --query-gpu=*) printf '%s\\n%s\\n' "$DRIVER" "$DRIVER" ;; esac
+case "$1" in
+  -L) echo "GPU 0: NVIDIA H100 80GB HBM3" ;;
+  --query-gpu=*) echo "$DRIVER"; sleep 0.3; echo "$DRIVER" ;;  # eight GPUs may be more than one write
+esac
 """
 # Stands for Python in every place: says that it is 3.11, what it was asked to install and whether it writes bytecode.
 PYTHON = """#!/bin/sh
