@@ -42,10 +42,11 @@ from vime.handoff.ledger_types import Task
 from vime.handoff.ticket import RoundTicket, make_ticket, read_rows
 from vime.observability.stuck import judge
 from vime.observability.waits import RunProcess, SeenWait, State
+from vime.ray.rank_rounds import RoundToTrain
 from vime.rollout.convert import encoded_group
 from vime.rollout.engine_client import read_completions
 from vime.rollout.worker import payload_of
-from vime.types import Sample, SampleStatus, VersionSpan
+from vime.types import Sample, SampleStatus, Version, VersionSpan
 from vime.utils.heap import collect_when_asked
 
 LARGEST_EXPONENT = 1.1
@@ -233,8 +234,11 @@ def plan(options: argparse.Namespace) -> list[str]:
 class IdleRank:
     """Takes what `TrainerActor.train` takes and does nothing with it."""
 
-    def train(self, rollout_id: int, ticket: RoundTicket, version: int, given: dict[str, Any], is_judged: bool) -> None:
+    def train(self, work: RoundToTrain) -> None:
         pass
+
+    def train_with_five(self, rollout_id: int, ticket: RoundTicket, version: int, given: Any, is_judged: bool) -> None:
+        """As the call was until 2026-11-29."""
 
 
 def tickets(options: argparse.Namespace) -> list[str]:
@@ -242,7 +246,7 @@ def tickets(options: argparse.Namespace) -> list[str]:
     memory, a call to each rank, and the wait for them, as `Trainers.train` does."""
     import ray
 
-    from vime.ray.actor import sent_once, start_actor
+    from vime.ray.actor import Actor, sent_once, start_actor
     from vime.ray.cluster import STOCK_WORKER, servers_alone
     from vime.ray.waits import wait_for
 
@@ -258,21 +262,31 @@ def tickets(options: argparse.Namespace) -> list[str]:
             )  # fmt: skip
     actors = [start_actor(IdleRank, {"num_cpus": 0}) for _ in range(TICKET_ACTORS)]
 
-    def give(count: int) -> None:
+    def of(count: int) -> list[Actor[IdleRank]]:
+        return [actors[rank % len(actors)] for rank in range(count)]
+
+    def before(count: int) -> None:
         sent, given = sent_once(ticket), sent_once({})
-        ranks = [actors[rank % len(actors)] for rank in range(count)]
-        refs = [actor.ask(IdleRank.train, 0, sent, 0, given, True) for actor in ranks]
+        refs = [actor.ask(IdleRank.train_with_five, 0, sent, 0, given, True) for actor in of(count)]
+        wait_for(refs, name="ranks to train", owner="trainer", deadline_s=300)
+
+    def give(count: int) -> None:
+        work = sent_once(
+            RoundToTrain(rollout_id=0, ticket=ticket, version=Version(0), given={}, is_judged=True, num_begun=0)
+        )
+        refs = [actor.ask(IdleRank.train, work) for actor in of(count)]
         wait_for(refs, name="ranks to train", owner="trainer", deadline_s=300)
 
     try:
         give(len(actors))  # until all have started
         sizes = [128 << step for step in range(options.doublings + 1)]
-        print("| driver, a ticket to each rank | now, s | us a rank |\n|---|---|---|")
+        print("| driver, a ticket to each rank | before, s | now, s | now, us a rank |\n|---|---|---|---|")
         found = []
         for size in sizes:
-            [now] = measured((lambda size=size: give(size),), options.repeats)
+            sides = (lambda size=size: before(size), lambda size=size: give(size))
+            earlier, now = measured(sides, options.repeats)
             found.append(now)
-            print(f"| {size} | {now:.3f} | {now / size * 1e6:.0f} |")
+            print(f"| {size} | {earlier:.3f} | {now:.3f} | {now / size * 1e6:.0f} |")
     finally:
         for actor in actors:
             actor.kill()

@@ -1,4 +1,4 @@
-"""What trainer ranks say about a round that they trained."""
+"""A round as trainer ranks get it, and what they say about it when they have trained it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,21 @@ from typing import TYPE_CHECKING
 from vime.handoff.receipts import SteppedGroup
 
 if TYPE_CHECKING:
+    from vime.handoff.ticket import RoundTicket
     from vime.training.columns import ArrayColumns
+    from vime.types import Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundToTrain:
+    """What each rank of the policy gets for a round, the same for all of them."""
+
+    rollout_id: int
+    ticket: RoundTicket
+    version: Version  # of the weights before it
+    given: ArrayColumns  # of roles that other ranks play
+    is_judged: bool  # whether trainer and engine may be too far apart to train it
+    num_begun: int  # early batches of the round, which `ticket` does not hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

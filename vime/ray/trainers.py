@@ -36,7 +36,7 @@ from vime.ray.cluster import (
 )
 from vime.ray.placement import Places
 from vime.ray.publisher import Publishing
-from vime.ray.rank_rounds import RankRound, TrainedRound, merged_columns
+from vime.ray.rank_rounds import RankRound, RoundToTrain, TrainedRound, merged_columns
 from vime.ray.ranks_save import RanksSave
 from vime.ray.stores import connect_store, replace_queue
 from vime.ray.waits import Wait, all_results, wait_for
@@ -140,45 +140,37 @@ class TrainerActor:
         with span("train_early_batch", rollout_id=rollout_id):
             self._begun.begin(plan, rows)
 
-    def train(
-        self,
-        rollout_id: int,
-        ticket: RoundTicket,
-        version: Version,
-        given: ArrayColumns,
-        is_judged: bool,
-        num_begun: int,
-    ) -> RankRound | MeasuredMismatch:
-        """Collective over all ranks of the policy: one round. `version` is that of the weights before it; `given`:
-        columns of roles that other ranks play; `num_begun`: early batches of the round that `ticket` does not hold.
-        Returns how far trainer and engine are apart when that exceeds the threshold: then no weight has moved."""
+    def train(self, work: RoundToTrain) -> RankRound | MeasuredMismatch:
+        """Collective over all ranks of the policy: one round. Returns how far trainer and engine are apart when that
+        exceeds the threshold: then no weight has moved."""
         from vime.training.columns import RETURN, from_arrays, to_arrays
         from vime.training.device import peak_memory_gib
         from vime.training.mismatch import Judge, LogprobMismatch
 
         worker, began = self._worker, time.monotonic()
+        rollout_id, version = work.rollout_id, work.version
         failpoint(Point.FETCH)
-        plan, rows = _fetch(worker, self._store, ticket, rollout_id)
+        plan, rows = _fetch(worker, self._store, work.ticket, rollout_id)
         fetch_s = time.monotonic() - began
         failpoint(Point.FORWARD)
         is_replay = self._config.debug.load_debug_rollout_data is not None
         bound = None if is_replay else self._config.queue.transferqueue_max_staleness
-        begun = self._begun if num_begun else None
+        begun = self._begun if work.num_begun else None
         if begun is not None and begun.is_spent:  # trained once, and found to disagree
             plan, rows = begun.joined()
         every_row = list(rows.values()) if begun is None or begun.is_spent else begun.rows_with(rows)
         staleness = check_staleness(every_row, version=version, max_staleness=bound)
-        threshold = self._config.agreement.train_rollout_diff_threshold if is_judged else None
+        threshold = self._config.agreement.train_rollout_diff_threshold if work.is_judged else None
         judge = Judge(version=version, threshold=threshold)
         columns: Columns = {}
         try:
             with span("train_round", rollout_id=rollout_id):
                 if begun is not None and not begun.is_spent:
-                    assert len(begun) == num_begun, "the driver waits for each early batch before the round"
+                    assert len(begun) == work.num_begun, "the driver waits for each early batch before the round"
                     metrics = begun.finish(plan, rows, judge)
                     plan, rows = begun.joined()
                 else:
-                    columns = worker.compute_columns(plan, rows, from_arrays(given, rows))
+                    columns = worker.compute_columns(plan, rows, from_arrays(work.given, rows))
                     metrics = worker.update(plan, rows, columns, judge)
                 self._begun = None
         except LogprobMismatch as error:
@@ -505,22 +497,23 @@ class Trainers:
         `num_begun`: the early batches of it that `begin` got. Each rank checked the staleness of its own rows. Replicas
         have equally many ranks, so their rows together give the mean of the round.
         """
-        ticket = sent_once(ticket)
+        theirs = sent_once(ticket) if self._separate else ticket
         given: ArrayColumns = {}
-        waits = [ranks.begin(TrainerActor.compute, rollout_id, ticket) for ranks in self._separate.values()]
+        waits = [ranks.begin(TrainerActor.compute, rollout_id, theirs) for ranks in self._separate.values()]
         for columns in all_results(waits):
             given |= merged_columns(columns)
-        wait = self._policy.begin(
-            TrainerActor.train, rollout_id, ticket, version, sent_once(given), is_judged, num_begun
+        # As one argument: each further one is serialized for each rank.
+        work = RoundToTrain(
+            rollout_id=rollout_id, ticket=ticket, version=version, given=given, is_judged=is_judged, num_begun=num_begun
         )
-        said = wait(on_poll=on_poll)
+        said = self._policy.begin(TrainerActor.train, sent_once(work))(on_poll=on_poll)
         results = [result for result in said if isinstance(result, RankRound)]
         if not results:
             return [result for result in said if not isinstance(result, RankRound)]
         learned: dict[str, float] = {}
         if Role.CRITIC in self._separate:
             taught = sent_once(given | merged_columns([result.taught for result in results]))
-            learned = self._separate[Role.CRITIC].call(TrainerActor.learn, rollout_id, ticket, taught)[0]
+            learned = self._separate[Role.CRITIC].call(TrainerActor.learn, rollout_id, theirs, taught)[0]
         metrics = {
             **learned,
             **results[0].metrics,

@@ -34,7 +34,7 @@ def test_every_world_computes_before_one_is_waited_for(
 
         def begin(self, method: Callable[..., Any], *arguments: Any) -> Callable[..., list[Any]]:
             if self.role is Role.ACTOR:
-                return partial(self.train, arguments[3])
+                return partial(self.train, arguments[0].given)
             order.append(f"{self.role} begins")
 
             def wait() -> list[Any]:
