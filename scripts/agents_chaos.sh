@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Six agent programs over SDKs of others, random kills of every part, one answer in ten lost; nothing may be lost, trained
 # twice or differ from what the engines say that they generated: benchmarks/agent_sdks/judge.py, docs/faults.md.
-#   ./scripts/agents_chaos.sh OUT [SESSIONS] [KILLS] [SEED]      default: 96 sessions, 10 kills, seed 0
+#   ./scripts/agents_chaos.sh OUT [SESSIONS] [KILLS] [SEED]      default: 96 sessions, at most 10 kills, seed 0
 # ENGINE=vllm: vLLM and a model that was taught to call a tool, instead of a scripted engine.
 # The weights of the attempts of the run are compared with each other only: --reference-mode is refused with an agent, and
 # without it the same round trained in another life may differ in the last bit of a gradient (docs/log.md).
@@ -74,7 +74,8 @@ export VIME_ENGINE_JOURNAL=$OUT/chaos/journal VIME_LOST_ANSWERS=$OUT/chaos/lost
 touch "$VIME_LOST_ANSWERS"
 begin_programs
 failed=0  # the judge speaks also about a run that failed
-"$PYTHON" -m vime chaos "$OUT/chaos/runs" --own-weights --undisturbed "$OUT/calm/run" --random "$KILLS" --kills-per-run "$KILLS" --work-secs "${WORK_SECS:-60}" --seed "$SEED" \
+"$PYTHON" -m vime chaos "$OUT/chaos/runs" --own-weights --undisturbed "$OUT/calm/run" --random "$KILLS" --kills-per-run "$KILLS" \
+  --most-runs 1 --work-secs "${WORK_SECS:-60}" --seed "$SEED" \
   -- "${FLAGS[@]}" --save-debug-rollout-data "$OUT/chaos/rollout_{rollout_id}.jsonl" || failed=1
 end_programs
 echo "with kills, $(wc -l <"$VIME_LOST_ANSWERS") answers lost:"

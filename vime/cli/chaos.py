@@ -96,6 +96,12 @@ def add_parsers(commands: Commands) -> None:
     parser.add_argument("--case", nargs="+", default=[], metavar="CASE", help="these instead of the matrix")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N faults at random times instead")
     parser.add_argument("--kills-per-run", type=int, default=10, help="one after the other (default: 10)")
+    parser.add_argument(
+        "--most-runs",
+        type=int,
+        metavar="N",
+        help="end after so many, also when fewer random faults hit than were asked for (default: as many as it takes)",
+    )
     parser.add_argument("--every", action="store_true", help="every target at every point, hours")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     parser.add_argument(
@@ -151,6 +157,11 @@ def run_chaos(arguments: argparse.Namespace) -> None:
     say(f"{len(outcomes)} runs, {kills} kills, {len(failed)} failed")
     if failed:
         raise ChaosError(f"runs {failed} failed; see {out}/table.md and the runs beside it.")
+    if kills < arguments.random and arguments.most_runs is None:
+        raise ChaosError(
+            f"--random {arguments.random}: {kills} faults hit in {len(outcomes)} runs, the others came when a run was "
+            "complete. Give the runs more rounds (--num-rollout)."
+        )
 
 
 @contextlib.contextmanager
@@ -174,15 +185,23 @@ def _complete(
     say: Callable[[str], None],
 ) -> list[Outcome]:
     """Make the undisturbed run, then one run per batch of cases; each writes a line to the table and to the screen.
-    `intervals`: --save-interval of each run."""
+    `intervals`: --save-interval of each run. A random fault that hit nothing, because the run was complete before, is
+    one of a later run, so that as many hit as were asked for."""
     expected = _undisturbed(plan, arguments.undisturbed, say)
     out, outcomes = plan.out, []
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(HEAD)
-    for number, (batch, interval) in enumerate(zip(in_runs(cases, arguments.kills_per_run), intervals, strict=False)):
+    batches = list(in_runs(cases, arguments.kills_per_run))
+    for number, interval in enumerate(intervals[: arguments.most_runs]):  # one for each case
+        if not batches:
+            break
         run = ChaosRun(plan, f"run-{number:03d}", expected=expected, save_interval=interval)
-        outcome = run.complete(batch)
+        outcome = run.complete(batches.pop(0))
         outcomes.append(outcome)
+        if arguments.random and arguments.most_runs != number + 1:
+            missed = [strike.case for strike in outcome.strikes if not strike.is_hit]
+            outcome.strikes = [strike for strike in outcome.strikes if strike.is_hit]
+            batches = list(in_runs([*itertools.chain(*batches), *missed], arguments.kills_per_run))
         with (out / "table.md").open("a") as table:
             table.writelines(f"{line}\n" for line in table_lines(number, outcome))
         (out / "summary.md").write_text("".join(f"{line}\n" for line in summary_lines(outcomes)))

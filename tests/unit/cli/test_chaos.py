@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vime.cli import chaos_run
+from vime.cli import chaos, chaos_run
 from vime.cli.chaos import EVERY, MATRIX, OF_GATEWAY, OF_WORKERS, PHASES, in_runs, parse_case, random_cases
 from vime.cli.chaos_faults import How
 from vime.cli.chaos_members import TARGETS
@@ -181,6 +181,36 @@ def test_random_kills_depend_on_the_seed_alone() -> None:
     assert max(case.after_s for case in many if case.is_at_work) < 4
     later = [case.after_s for case in random_cases(300, seed=1, work_s=60.0) if case.is_at_work]
     assert 30 < max(later) < 60  # rounds of agents take half a minute
+
+
+@pytest.mark.parametrize(("last", "code"), [(5, 0), (9, 3)])
+def test_a_random_fault_that_comes_when_its_run_is_complete_is_one_of_a_later_run(
+    last: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed at its fourth pass, the stand-in has three passes left: a fault at the fifth is for the next run, whose
+    first attempt has five. None has nine."""
+    cases = [Case(target="driver", point=Point.OPTIMIZER, count=count) for count in (4, last)]
+    monkeypatch.setattr(chaos, "random_cases", lambda *_: iter(cases))
+    command = ["chaos", str(tmp_path / "out"), "--random", "2", "--script", SCRIPT, "--", "--fault", "none"]
+    assert main(command) == code
+    said = capsys.readouterr()
+    assert "run 000: good, 1 kills" in said.out
+    later = 1 if code == 0 else 0
+    assert f"run 001: good, {later} kills" in said.out
+    assert f"2 runs, {1 + later} kills, 0 failed" in said.out
+    assert ("--random 2: 1 faults hit in 2 runs" in said.err) == (code == 3)
+    assert "not reached" not in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_random_faults_may_be_those_of_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = [Case(target="driver", point=Point.OPTIMIZER, count=count) for count in (4, 5)]
+    monkeypatch.setattr(chaos, "random_cases", lambda *_: iter(cases))
+    words = ["--random", "2", "--most-runs", "1", "--script", SCRIPT, "--", "--fault", "none"]
+    assert main(["chaos", str(tmp_path / "out"), *words]) == 0
+    assert "1 runs, 1 kills, 0 failed" in capsys.readouterr().out
+    assert "driver@trainer.optimizer:5 (not reached)" in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_a_kill_at_work_waits_for_the_weights_of_the_life_that_it_hits(tmp_path: Path) -> None:
