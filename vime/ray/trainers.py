@@ -497,11 +497,7 @@ class Trainers:
         `num_begun`: the early batches of it that `begin` got. Each rank checked the staleness of its own rows. Replicas
         have equally many ranks, so their rows together give the mean of the round.
         """
-        theirs = sent_once(ticket) if self._separate else ticket
-        given: ArrayColumns = {}
-        waits = [ranks.begin(TrainerActor.compute, rollout_id, theirs) for ranks in self._separate.values()]
-        for columns in all_results(waits):
-            given |= merged_columns(columns)
+        given = self._given(rollout_id, ticket)
         # As one argument: each further one is serialized for each rank.
         work = RoundToTrain(
             rollout_id=rollout_id, ticket=ticket, version=version, given=given, is_judged=is_judged, num_begun=num_begun
@@ -513,7 +509,7 @@ class Trainers:
         learned: dict[str, float] = {}
         if Role.CRITIC in self._separate:
             taught = sent_once(given | merged_columns([result.taught for result in results]))
-            learned = self._separate[Role.CRITIC].call(TrainerActor.learn, rollout_id, theirs, taught)[0]
+            learned = self._separate[Role.CRITIC].call(TrainerActor.learn, rollout_id, sent_once(ticket), taught)[0]
         metrics = {
             **learned,
             **results[0].metrics,
@@ -522,6 +518,16 @@ class Trainers:
             **({GET_LATENCY: max(result.fetch_s for result in results)} if self._is_buffered else {}),
         }
         return TrainedRound(metrics=metrics, stepped=add_up(group for result in results for group in result.stepped))
+
+    def _given(self, rollout_id: int, ticket: RoundTicket) -> ArrayColumns:
+        """Return the columns of roles that have ranks of their own."""
+        given: ArrayColumns = {}
+        if self._separate:
+            sent = sent_once(ticket)
+            waits = [ranks.begin(TrainerActor.compute, rollout_id, sent) for ranks in self._separate.values()]
+            for columns in all_results(waits):
+                given |= merged_columns(columns)
+        return given
 
     def publish(
         self, version: Version, engines: list[EngineAddress], on_poll: Callable[[], None] | None = None
