@@ -19,7 +19,7 @@ from vime.observability.events import EventKind, EventLog
 from vime.ray.actor import Actor
 from vime.ray.losses import Losses
 from vime.ray.rollout_manager import RolloutManager
-from vime.ray.stores import actors_of, is_dead, start_queue, stop_queue
+from vime.ray.stores import actors_of, ask_whether_it_lives, is_dead, start_queue, stop_queue
 from vime.ray.trainers import Trainers
 from vime.ray.waits import HANGS_S, Silence, wait_for
 from vime.types import ClusterError, HandoffLostError, VimeError
@@ -42,7 +42,7 @@ class QueueKeeper:
         self._num_lost = 0  # since the last round
         self._told: list[str] = []  # for the user
         self._end: Exception | None = None
-        self._asked: dict[str, ObjectRef[object]] = {}
+        self._asked: dict[str, ObjectRef[int]] = {}
         self._silence: dict[str, Silence] = {}  # of each that was asked
         self._is_closed = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -98,7 +98,7 @@ class QueueKeeper:
         """Ask each actor whether it lives, without waiting for it. ClusterError names one that is dead or hangs."""
         for name, actor in actors_of(address).items():
             if name not in self._asked:
-                self._asked[name] = cast("ObjectRef[object]", actor.get_zmq_server_info.remote())
+                self._asked[name] = ask_whether_it_lives(actor)
                 self._silence[name] = Silence()
             asked = self._asked[name]
             done, _ = ray.wait([asked], timeout=0)

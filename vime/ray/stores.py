@@ -13,6 +13,7 @@ from vime.config.parse import Config
 from vime.handoff.group_store import GroupStore, ObjectStore, PayloadStore, RoundStore, compact_left_behind
 from vime.handoff.ledger_types import SPOOL_NAME, Task
 from vime.handoff.spool import Fsync, Spool, worker_spool
+from vime.ray.actor import Actor
 from vime.ray.cluster import QUEUE_CPUS, has_worker_processes, num_worker_processes
 from vime.rollout.prompts import decode_response
 
@@ -44,9 +45,16 @@ def actors_of(address: QueueAddress) -> dict[str, QueueActor]:
     return {"TransferQueue controller": address.controller, **units}
 
 
+def ask_whether_it_lives(actor: QueueActor) -> ray.ObjectRef[int]:
+    """Call an actor of the queue; its answer says no more. Not by a method of TransferQueue: to read what that returns,
+    the driver would import TransferQueue and torch, for 2 to 5 s in which it could read no other answer."""
+    called: Actor[object] = Actor(actor)
+    return called.run(id)
+
+
 def is_dead(address: QueueAddress) -> bool:
     """Return whether an actor of the queue is known to be dead."""
-    asked = [cast("ray.ObjectRef[object]", each.get_zmq_server_info.remote()) for each in actors_of(address).values()]
+    asked = [ask_whether_it_lives(actor) for actor in actors_of(address).values()]
     done, _ = ray.wait(asked, num_returns=len(asked), timeout=ASKED_S)
     for ref in done:
         try:
