@@ -63,6 +63,8 @@ def test_a_run_whose_queue_is_killed_three_times_trains_what_it_would_have(
     kill_part(training, "SimpleStorageUnit", times=1)
     kill_part(training, "TransferQueueController", times=2)
     training.wait_for_event("round_trained", count=5)
+    # The driver has asked the queue's actors every half second: without torch, whose import would stop it for seconds.
+    assert "libtorch" not in Path(f"/proc/{training.process.pid}/maps").read_text(), "the driver has imported torch"
     kill_part(training, "SimpleStorageUnit", times=3)
     finished = training.finish()
     assert_the_run_went_on(finished, num_kills=3)
