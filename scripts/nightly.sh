@@ -3,7 +3,7 @@
 # long it took; exit code 1: something failed. The output of each part is in OUT/<part>.log.
 #   ./scripts/nightly.sh OUT                every part
 #   ./scripts/nightly.sh OUT tests inputs   some
-# SEED=1: of random kills and flipped bits (the day's date without it). KILLS=60: how many each part of random kills does.
+# SEED=1: of random kills and flipped bits (the day's date without it). KILLS=60: how many each part of random kills does (agents, in one run: at most).
 # DEADLINE=7200: seconds that a part may take.
 #
 #   part     what                                                         of it in ./scripts/test.sh

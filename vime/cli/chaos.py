@@ -133,6 +133,10 @@ def run_chaos(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"{out} is there already. Name a new directory: runs of another time would be mixed with these."
         )
+    if arguments.most_runs is not None and arguments.most_runs < 1:
+        raise ConfigError(
+            f"--most-runs {arguments.most_runs}: expected at least 1. Leave it out for as many as it takes."
+        )
     plan = Plan(
         out=out,
         script=arguments.script,

@@ -211,6 +211,9 @@ def test_random_faults_may_be_those_of_one_run(
     assert main(["chaos", str(tmp_path / "out"), *words]) == 0
     assert "1 runs, 1 kills, 0 failed" in capsys.readouterr().out
     assert "driver@trainer.optimizer:5 (not reached)" in (tmp_path / "out" / "table.md").read_text()
+    assert main(["chaos", str(tmp_path / "none"), "--most-runs", "0", "--", "--fault", "none"]) == 2
+    assert "--most-runs 0: expected at least 1" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_kill_at_work_waits_for_the_weights_of_the_life_that_it_hits(tmp_path: Path) -> None:
