@@ -425,7 +425,7 @@ class Gateway:
         try:
             await self._writer.put(task, group, payload)
         except TransitionError as error:
-            await asyncio.to_thread(self._store.forget_attempt, task)
+            await asyncio.to_thread(self._store.forget, [task])
             _refuse_late(error)
         self._forget(task)
         self._partial.get(producer, {}).pop(task, None)

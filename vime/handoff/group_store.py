@@ -219,6 +219,8 @@ class GroupStore:
         self._store, self._spool, self._partition = store, spool, groups_partition(partition)
         self._directory, self.decode = directory, decode
         self._lock = threading.Lock()  # protects the spool
+        self._others: Spools | None = None  # made when the first group of another spool is asked for
+        self._reading_others = threading.Lock()  # protects it: an index of gigabytes takes seconds, and `put` goes on
         self._held: dict[Task, tuple[int, EncodedGroup]] = {}  # until the checkpoint after the round that trained them
         self.num_spool_reads = 0
 
@@ -273,9 +275,19 @@ class GroupStore:
                     "Resume with --load: the group is generated again."
                 )
             self.num_spool_reads += 1
-            if self._directory is not None and not self._spool.has(task, checksum):
-                return Spools(self._directory).read(task, checksum)  # another worker stored it
-            return self._spool.read(task, checksum)
+            if self._directory is None or self._spool.has(task, checksum):
+                return self._spool.read(task, checksum)
+            directory = self._directory
+        return self._record_of_another(directory, task, checksum)
+
+    def _record_of_another(self, directory: Path, task: Task, checksum: int) -> bytes:
+        """Return what another worker stored. What it has written since the last call is read then, nothing twice."""
+        with self._reading_others:
+            if self._others is None:
+                self._others = Spools(directory)
+            elif not self._others.has(task, checksum):
+                self._others.refresh()
+            return self._others.read(task, checksum)
 
     def samples(self, task: Task, checksum: int) -> list[Sample]:
         """Return the completions of a finished group, also one stored before the run was restarted."""
@@ -301,12 +313,14 @@ class GroupStore:
             self._put([one])
         return [task for task, _ in found]
 
-    def forget_attempt(self, task: Task) -> None:
-        """Delete a group that came too late, or became too old: it will not be trained."""
+    def forget(self, tasks: Sequence[Task]) -> None:
+        """Delete groups that came too late, or became too old: they will not be trained. The spool keeps its copies
+        until `compact`."""
         with self._lock:
-            held = self._held.pop(task, None)
-        if held is not None:
-            self._store.clear(self._partition, chunk_keys(task, len(held[1].chunks)))
+            held = {task: self._held.pop(task) for task in tasks if task in self._held}
+        keys = [key for task, (_, group) in held.items() for key in chunk_keys(task, len(group.chunks))]
+        if keys:
+            self._store.clear(self._partition, keys)
 
     def release(self, tasks: Sequence[Task]) -> None:
         """Free these groups' samples: their round is trained, and they will not be asked for. The spool keeps its
@@ -320,8 +334,7 @@ class GroupStore:
         became too old to be trained; return the bytes freed on disk."""
         with self._lock:
             given_up = [task for task in self._held if task not in needed]
-        for task in given_up:
-            self.forget_attempt(task)
+        self.forget(given_up)
         if self._spool is None:
             return 0
         with self._lock:
@@ -329,8 +342,8 @@ class GroupStore:
 
     @property
     def spool_bytes(self) -> int:
-        with self._lock:
-            return 0 if self._spool is None else self._spool.num_bytes
+        """Never waits, also not for a disk that is slow."""
+        return 0 if self._spool is None else self._spool.num_bytes
 
     def close(self) -> None:
         """Close queue and spool; stored data stays. Calling it again does nothing."""
@@ -360,6 +373,10 @@ class StoresGroups:
     def release(self, tasks: Sequence[Task]) -> None:
         """Free these groups' samples: they will not be asked for again."""
         self._store.release(tasks)
+
+    def forget(self, tasks: Sequence[Task]) -> None:
+        """Delete what this process holds of groups that will not be trained."""
+        self._store.forget(tasks)
 
     def compact(self, needed: Mapping[Task, int | None]) -> int:
         """Delete from the spool what no restart can need; return the bytes freed."""

@@ -153,11 +153,12 @@ class LedgerStore:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Change everything or nothing, on disk and in memory: an error, also a full disk, leaves both as they were."""
-        self.connection.execute("begin immediate")
         mark = self._mark
         memory = getattr(self, "memory", None)
         usage = dataclasses.replace(memory.usage) if memory else None
         try:
+            self._fold_in_when_long()  # before anything is changed: it may fail
+            self.connection.execute("begin immediate")
             yield
             self.connection.execute("commit")
         except BaseException as error:
@@ -166,14 +167,18 @@ class LedgerStore:
             self._mark = mark
             if memory is not None and usage is not None:
                 memory.usage = usage
-            if isinstance(error, sqlite3.Error):
+            if isinstance(error, sqlite3.Error | OSError):
                 raise LedgerFileError(
                     f"{self.path}: the change was refused and nothing was changed: {error}. Free disk space or check "
                     "the file (vime audit RUN), then repeat."
                 ) from error
             raise
         self._num_commits += 1
-        if self._num_commits % COMMITS_BETWEEN_LOOKS == 0 and wal_path(self.path).stat().st_size > MAX_LOG_BYTES:
+
+    def _fold_in_when_long(self) -> None:
+        """Move the file's log into it. Looks now and then how long it is."""
+        is_time = self._num_commits % COMMITS_BETWEEN_LOOKS == 0 and self._num_commits > 0
+        if is_time and wal_path(self.path).stat().st_size > MAX_LOG_BYTES:
             fold_in(self.connection)
 
     @property

@@ -177,11 +177,13 @@ class RoundLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseResult:
-    """A lease, or what it waits for; `is_drained`: no group is left or in progress."""
+    """A lease, or what it waits for; `is_drained`: no group is left or in progress; `too_old`: attempts that this call
+    refused, which nobody will train."""
 
     lease: RoundLease | None
     waits_for: str = ""
     is_drained: bool = False
+    too_old: tuple[Task, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ checkpoint. A restart calls `restore`: rounds after the checkpoint are leased ag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vime.handoff.ledger_restore import (
     OF_ROUND,
     PAYLOAD,
@@ -39,6 +41,7 @@ from vime.handoff.ledger_types import (
     RoundState,
     StalePolicy,
     State,
+    Task,
     TransitionError,
 )
 from vime.handoff.ledger_undo import forget_before, is_going_back, note_gone_on
@@ -106,11 +109,12 @@ class RoundLedger:
         have = row.num_groups if row else 0
         with store.transaction():
             fresh: list[LeasedGroup] = []
+            too_old: list[Task] = []
             if have < count and not (row and row.is_final):
-                fresh = self._choose(version, count - have)
+                fresh, too_old = self._choose(version, count - have)
             is_drained = drain and fresh and count_in_flight(store) == 0
             if not have and len(fresh) < least and not is_drained:
-                return self._no_groups(len(fresh), least, drain)
+                return self._no_groups(len(fresh), least, drain, too_old)
             fence = store.meta("fence", 0) + 1
             store.set_meta("fence", fence)
             for position, group in enumerate(fresh, start=have):
@@ -126,7 +130,8 @@ class RoundLedger:
         store.memory.hold(round_id, Holding(holder, fence, store.deadline()))
         groups = tuple(leased_group(partition, line) for line in store.query(OF_ROUND, round_id))
         return LeaseResult(
-            lease=RoundLease(round_id=round_id, fence=fence, version=version, groups=groups, is_replay=is_replay)
+            lease=RoundLease(round_id=round_id, fence=fence, version=version, groups=groups, is_replay=is_replay),
+            too_old=tuple(too_old),
         )
 
     def ready(self, *, version: Version, count: int, of_round: bool = False) -> tuple[LeasedGroup, ...]:
@@ -249,10 +254,11 @@ class RoundLedger:
         elif row.version != version:
             raise TransitionError(f"round {round_id}: it trains version {row.version}, not {version}.")
 
-    def _choose(self, version: Version, want: int) -> list[LeasedGroup]:
-        """Return the next `want` groups in the order of the run, fewer when fewer are ready. Groups too old are dropped
-        or retried."""
+    def _choose(self, version: Version, want: int) -> tuple[list[LeasedGroup], list[Task]]:
+        """Return the next `want` groups in the order of the run, fewer when fewer are ready; and those that were too
+        old, which are dropped or retried."""
         store, rules = self._store, self._store.rules
+        too_old: list[Task] = []
         while True:
             lines = store.query(_CANDIDATES[rules.round_order], store.train_id, want)
             ready = [line for line in lines if line[0] == State.READY]
@@ -267,9 +273,10 @@ class RoundLedger:
                         f"{version} that are to train on it. Lease with the version that the trainer has."
                     )
             if not stale:
-                return groups
+                return groups, too_old
             for group in stale:
                 self._refuse_stale(group)
+                too_old.append(group.task)
 
     def _refuse_stale(self, group: LeasedGroup) -> None:
         store, task, usage = self._store, group.task, self._store.memory.usage
@@ -281,15 +288,16 @@ class RoundLedger:
         usage.active -= 1
         usage.hold(-group.payload.num_tokens, -group.payload.num_bytes, groups=-1)
 
-    def _no_groups(self, num_ready: int, least: int, drain: bool) -> LeaseResult:
+    def _no_groups(self, num_ready: int, least: int, drain: bool, too_old: Sequence[Task]) -> LeaseResult:
         if drain and not num_ready and not count_in_flight(self._store):
-            return LeaseResult(lease=None, is_drained=True)
+            return LeaseResult(lease=None, is_drained=True, too_old=tuple(too_old))
         names = sorted({flight.producer for flight in self._store.memory.flights.values()})
         line = f"; {len(self._store.memory.waiting)} payloads wait for room" if self._store.memory.waiting else ""
         return LeaseResult(
             lease=None,
             waits_for=f"ready groups: {num_ready} of {least}; {count_in_flight(self._store)} in flight at "
             f"{', '.join(names) or 'no producer'}{line}",
+            too_old=tuple(too_old),
         )
 
     def _lost(self, round_id: int, fence: int) -> LeaseLostError:

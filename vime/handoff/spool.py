@@ -103,8 +103,8 @@ class SpoolReader:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk that were read as whole records."""
-        return sum(self._ends.values())
+        """Bytes on disk that were read as whole records. A thread may append meanwhile."""
+        return sum(list(self._ends.values()))
 
     def _index(self, path: Path, start: int, *, is_last: bool) -> int:
         """Add the records of a segment from `start` on; return where the last whole one ends."""

@@ -48,11 +48,10 @@ from vime.rollout.generation import use_engine_key
 from vime.rollout.group_worker import WorkerStats
 from vime.rollout.progress import BOARD, RoundProgress
 from vime.rollout.vllm_rollout import close_generation
-from vime.rollout.worker import STOP_S, RolloutWorker, worker_name
+from vime.rollout.worker import STOP_S, RolloutWorker, worker_name, worker_number
 from vime.types import (
     ClusterError,
     EngineReport,
-    HandoffLostError,
     LostError,
     Sample,
     Version,
@@ -73,7 +72,8 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""Seconds between two checks of the workers: a dead one is noticed after this time at most."""
+"""Seconds between two checks of the workers. A report is asked for in one and read in the next, so that a dead one is
+noticed after twice this time at most."""
 CALL_S = 60.0
 MAX_DEATHS = 3
 """Workers that may die one after the other without a group stored in between: then something kills every one."""
@@ -312,25 +312,12 @@ class RemoteWorkers:
 
     def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
         found: dict[Task, list[Sample]] = {}
-        for host, own in self._by_owner(groups).items():
-            [result] = wait_for(
-                [self._host(host).actor.ask(WorkerProcess.samples, own)],
-                name="samples of finished groups",
-                owner=f"rollout-worker-{host}",
-                deadline_s=CALL_S,
-            )
+        for own, result in self._by_workers(groups, WorkerProcess.samples, name="samples of finished groups"):
             found |= zip([group.task for group in own], result, strict=True)
         return [found[group.task] for group in groups]
 
     def restore(self, groups: Sequence[StoredGroup]) -> None:
-        hosts = self._alive()
-        shares = {host.number: groups[at :: len(hosts)] for at, host in enumerate(hosts)}
-        wait_for(
-            [host.actor.ask(WorkerProcess.restore, shares[host.number]) for host in hosts if shares[host.number]],
-            name="groups of an earlier start of this run to be put into the queue",
-            owner="rollout-worker",
-            deadline_s=self._config.queue.transferqueue_timeout_secs,
-        )
+        self._by_workers(groups, WorkerProcess.restore, name="stored groups to be put into the queue again")
 
     def put_again(self, unread: Mapping[Task, int | None]) -> list[Task]:
         """Return which groups the live workers had in memory and have put into the queue again."""
@@ -348,6 +335,10 @@ class RemoteWorkers:
     def release(self, tasks: Sequence[Task]) -> None:
         for host in self._alive():
             host.actor.ask(WorkerProcess.release, tasks)  # not waited for: it only frees memory
+
+    def forget(self, tasks: Sequence[Task]) -> None:
+        for host in self._alive():
+            host.actor.ask(WorkerProcess.forget, tasks)  # not waited for: it only frees memory, here and in the queue
 
     def compact(self, needed: Mapping[Task, int | None]) -> int:
         return sum(self._ask(self._alive(), CALL_S, WorkerProcess.compact, needed))
@@ -371,20 +362,44 @@ class RemoteWorkers:
         """Return the gateway; None until the one that takes the place of a dead one has been started."""
         return next((host.gateway for host in self._alive() if host.gateway is not None), None)
 
-    def _host(self, number: int) -> _Host:
-        return next(host for host in self._alive() if host.number == number)
-
-    def _by_owner(self, groups: Sequence[StoredGroup]) -> dict[int, list[StoredGroup]]:
-        """Choose the worker for each group: the one that has it in memory, else any, which reads the disk."""
-        hosts = self._alive()
-        if not hosts:
-            raise HandoffLostError("no rollout worker is alive to read samples.")
-        owners = {host.name: host.number for host in hosts}
-        found: dict[int, list[StoredGroup]] = {}
-        for group in groups:
-            owner = owners.get(gateway_of(group.producer) or group.producer, hosts[0].number)
-            found.setdefault(owner, []).append(group)
+    def _by_workers(
+        self, groups: Sequence[StoredGroup], method: Callable[[WorkerProcess, Sequence[StoredGroup]], R], *, name: str
+    ) -> list[tuple[Sequence[StoredGroup], R]]:
+        """Return the groups in parts, each with what a worker made of it. Waits for: the workers. The part of one that
+        dies meanwhile is another's, which reads it from the disk."""
+        deadline_s = self._config.queue.transferqueue_timeout_secs
+        ends, left = time.monotonic() + deadline_s, list(groups)
+        found: list[tuple[Sequence[StoredGroup], R]] = []
+        with waiting(name, "rollout-worker", deadline_s=deadline_s):
+            while left:
+                asked = {host.actor.ask(method, own): own for host, own in self._shares_of(left)}
+                time_left = max(0.0, ends - time.monotonic())
+                done, pending = ray.wait(list(asked), num_returns=len(asked), timeout=time_left) if asked else ([], [])
+                if pending or not time_left:
+                    raise WaitTimeoutError(name, deadline_s, "rollout-worker", f"{len(left)} groups are left.")
+                left = [] if asked else left
+                for ref in done:
+                    try:
+                        found.append((asked[ref], _value(ref)))
+                    except ray.exceptions.RayActorError as error:
+                        logger.info("a worker died before it could %s: %s", method.__name__, first_line(error))
+                        left += asked[ref]
+                if left:
+                    self.raise_if_failed()
+                    self._is_closed.wait(POLL_S)  # until the dead one is noticed, or one has come in its place
         return found
+
+    def _shares_of(self, groups: Sequence[StoredGroup]) -> list[tuple[_Host, list[StoredGroup]]]:
+        """Choose for each group the worker that has it in memory, or the one of its number, which has its spool. Any
+        other reads the spool of a stranger. Nothing when no worker is alive."""
+        hosts = {host.number: host for host in self._alive()}
+        shares: dict[int, list[StoredGroup]] = {number: [] for number in hosts}
+        for at, group in enumerate(groups):
+            owner = self._gateway_number if gateway_of(group.producer) else worker_number(group.producer)
+            if hosts:
+                chosen = owner if owner in hosts else sorted(hosts)[at % len(hosts)]
+                shares[chosen].append(group)
+        return [(hosts[number], own) for number, own in shares.items() if own]
 
     def _start_host(self, number: int) -> _Host:
         """Start a worker, or the gateway, without waiting for it."""
@@ -465,11 +480,9 @@ class RemoteWorkers:
             logger.warning("%s did not %s within %g s", _process(refs[ref]), name, deadline_s)
         for ref in done:
             try:
-                results.append(ray.get(ref))
+                results.append(_value(ref))
             except ray.exceptions.RayActorError:
                 logger.info("%s died before it could %s", _process(refs[ref]), name)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause if isinstance(error.cause, VimeError) else error from error
         return results
 
     def _watch(self) -> None:
@@ -482,8 +495,9 @@ class RemoteWorkers:
                             self._replace(host, starting)
                     except Exception as error:  # boundary: raised where a round waits
                         self._failure = error
-                if self._num_sharers(self._alive()) != self._sharers:  # a job has come or gone
-                    self._share(self._alive())
+                hosts = self._alive()
+                if self._num_sharers(hosts) != self._sharers:  # a job has come or gone
+                    self._share(hosts)
 
     def _is_dead(self, host: _Host) -> bool:
         if host.asked is None:
@@ -516,6 +530,8 @@ class RemoteWorkers:
         with self._lock:
             self._hosts.remove(host)
         self._share(self._alive())
+        if host.report is not None:  # nobody will take them
+            self._taken += host.report.stats.committed_groups
         stored = self._taken + self.stats.committed_groups
         self._deaths = self._deaths + 1 if stored == self._stored else 1
         self._stored = stored
@@ -528,15 +544,15 @@ class RemoteWorkers:
 
     def _bring_back(self, number: int) -> None:
         address = self._queue_address
-        host = self._start_host(number)
         try:
+            host = self._start_host(number)
             wait_for(
                 [host.actor.ask(WorkerProcess.report)],
                 name="a rollout worker to take a dead one's place",
                 owner=_process(host),
                 deadline_s=self._config.cluster.start_timeout_secs,
             )
-        except VimeError as error:
+        except Exception as error:  # boundary: raised where a round waits
             if self._has_other_queue_than(address):
                 self._bring_back(number)
             else:
@@ -563,6 +579,14 @@ class RemoteWorkers:
         while self._queue_address is address and time.monotonic() < ends and not self._is_closed.is_set():
             self._is_closed.wait(POLL_S)
         return self._queue_address is not address
+
+
+def _value(ref: ObjectRef[R]) -> R:
+    """Return what a worker has returned; the error that it raised is raised, RayActorError when it died."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, VimeError) else error from error
 
 
 def _process(host: _Host) -> str:

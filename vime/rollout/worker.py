@@ -51,6 +51,7 @@ from vime.utils.waits import waiting
 
 logger = logging.getLogger(__name__)
 
+NAMED = "rollout-worker-"
 STOP_S = 10.0
 SHARE_S = 1.0
 NEWS_S = 30.0
@@ -83,8 +84,10 @@ class RolloutWorker(GroupWorker, StoresGroups):
         self.waits_for = ""  # what the loop that takes prompts waits for; empty when it does not wait
 
     def start(self) -> None:
-        """Start. The engines must have confirmed the weights: the first prompts are sent at once."""
-        self._future = rollout_loop().submit(self.run())
+        """Start. The engines must have confirmed the weights: the first prompts are sent at once. Calling it again does
+        nothing."""
+        if self._future is None:
+            self._future = rollout_loop().submit(self.run())
 
     def share(self, num_workers: int) -> None:
         """Set the number of workers that take prompts: each takes at most its share of the slots. Any thread."""
@@ -189,7 +192,7 @@ class RolloutWorker(GroupWorker, StoresGroups):
         except TransitionError as error:
             logger.warning("%s", error)
             self.stats.late_groups += 1
-            await self._writer.run(self._store.forget_attempt, task)
+            await self._writer.run(self._store.forget, [task])
 
     async def resume(self, assignment: Assignment) -> list[Sample]:
         """Return the group as an earlier attempt left it in the spool, or its prompts."""
@@ -213,21 +216,21 @@ class RolloutWorker(GroupWorker, StoresGroups):
 
     async def give_back(self, assignment: Assignment, samples: list[Sample], reason: str) -> None:
         """Put the group among those that are issued first; with --partial-rollout with the tokens that it has."""
-        stats, checksum, task = self.stats, None, assignment.task
+        checksum, task = None, assignment.task
         may_keep = self._args.partial_rollout and reason != MIXED
         num_tokens = num_response_tokens(samples) if may_keep else 0
         if num_tokens:
             checksum = await self._writer.run(self._store.keep, task, samples_to_bytes(samples))
-            stats.partial.partial_groups += 1
-            stats.partial.partial_tokens += num_tokens
+            self.stats.partial.partial_groups += 1
+            self.stats.partial.partial_tokens += num_tokens
             failpoint(Point.KEEP)
-        stats.retried_groups += 1
+        self.stats.retried_groups += 1
         with span("transferqueue_requeue_group", group=task.group, attempt=task.attempt):
             await self._ledger.call_async(PromptLedger.retry, task, reason, partial=checksum)
 
     async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:
-        """Store and commit the group."""
-        task, stats = assignment.task, self.stats
+        """Store and commit the group. `self.stats` is another object once they were taken, also meanwhile."""
+        task = assignment.task
         for sample in samples:
             sample.attempt = task.attempt
         with span("encode_group", group=task.group):
@@ -239,8 +242,9 @@ class RolloutWorker(GroupWorker, StoresGroups):
         failpoint(Point.SPOOL)
         payload = payload_of(group, samples)
         with span("transferqueue_put_group", group=task.group, attempt=task.attempt):
-            stats.put_times_s.append(await self._writer.put(task, group, payload))
-        stats.committed_groups += 1
+            took_s = await self._writer.put(task, group, payload)
+        self.stats.put_times_s.append(took_s)
+        self.stats.committed_groups += 1
 
     async def _wait_for_capacity(self, task: Task, num_tokens: int, num_bytes: int) -> None:
         """Waits for: capacity under --transferqueue-max-groups, -tokens, -bytes. Unblocked by: a trained round."""
@@ -291,7 +295,13 @@ def payload_of(group: EncodedGroup, samples: Sequence[Sample]) -> Payload:
 
 def worker_name(number: int) -> str:
     """Return a name of worker `number` in this process that no other start of the run has."""
-    return f"rollout-worker-{number}.{os.getpid()}.{uuid.uuid4().hex[:6]}"
+    return f"{NAMED}{number}.{os.getpid()}.{uuid.uuid4().hex[:6]}"
+
+
+def worker_number(name: str) -> int | None:
+    """Return the number in a worker's name, which is also its spool's; None for what is no worker's name."""
+    number = name.removeprefix(NAMED).partition(".")[0]
+    return int(number) if name.startswith(NAMED) and number.isdecimal() else None
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:

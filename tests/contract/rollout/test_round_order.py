@@ -75,6 +75,8 @@ def test_first_ready_first_trained_goes_on_without_it_and_then_it_is_too_old(tmp
         assert SLOW not in slow.play(2)
         fourth = slow.play(3)
         assert slow.run.status().too_old == 1
+        held = (*slow.run.store._held, *(key for _, key in slow.run.queue.chunks))  # without a checkpoint, too
+        assert not [one for one in map(str, held) if one.startswith(f"train/{SLOW}#1")]
         rows = slow.run.look("select state, attempt from prompt_group where grp = ?", SLOW)
         assert rows[0] == ("dropped", 1) if policy is StalePolicy.DROP else rows[0][1] == 2
         assert SLOW not in fourth or policy is StalePolicy.RETRY

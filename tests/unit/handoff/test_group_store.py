@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tests.helpers.rows import make_row
 from vime.data import payload
 from vime.data.payload import record_size, split_record, unpack_rows
 from vime.data.rows import TrainRow
+from vime.handoff import spool as spool_module
 from vime.handoff.group_store import (
     EncodedGroup,
     GroupStore,
@@ -126,8 +129,8 @@ def test_without_a_spool_what_is_not_held_is_lost() -> None:
 def test_a_group_that_came_too_late_leaves_the_queue(durable: GroupStore) -> None:
     queue = durable._store
     durable.put([(task, encoded(task.group)) for task in TASKS[:2]])
-    durable.forget_attempt(TASKS[0])
-    durable.forget_attempt(TASKS[0])
+    durable.forget([TASKS[0]])
+    durable.forget([TASKS[0]])
     assert [key for _, key in queue.chunks] == ["train/1#1.0"]
 
 
@@ -198,3 +201,63 @@ def test_a_group_whose_put_is_under_way_is_put_into_another_queue_too(tmp_path: 
     store = GroupStore(Replaced(), Spool(tmp_path), partition="train")
     store.put([(TASKS[0], encoded(0))])
     assert found == [TASKS[:1]]
+
+
+def worker(directory: Path, number: int) -> GroupStore:
+    spool = Spool(worker_spool(directory, number))
+    return GroupStore(MemoryStore(), spool, partition="train", directory=directory)
+
+
+def test_the_spool_of_another_worker_is_read_once_however_many_groups_of_it_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that takes over from a dead one, or a resume with more workers, asks for thousands."""
+    one, other = worker(tmp_path, 0), worker(tmp_path, 1)
+    tasks = [Task("train", number, 1) for number in range(20)]
+    checksums = one.put([(task, encoded(task.group)) for task in tasks[:10]])
+    read: list[tuple[str, int]] = []
+    scan = spool_module.scan
+
+    def noted(path: Path, start: int, *, is_last: bool) -> object:
+        read.append((path.parent.name, start))
+        return scan(path, start, is_last=is_last)
+
+    monkeypatch.setattr(spool_module, "scan", noted)
+    for task, checksum in zip(tasks[:10], checksums, strict=True):
+        assert other.samples(task, checksum) == samples(task.group)
+    assert read == [("worker-0", 0)]
+    checksums += one.put([(task, encoded(task.group)) for task in tasks[10:]])
+    other.restore(list(map(StoredGroup, tasks, checksums)))
+    assert [start > 0 for place, start in read if place == "worker-0"] == [False, True]
+    assert len(other._store.chunks) == 20
+    one.close()
+    other.close()
+
+
+def test_a_worker_stores_and_reports_while_it_reads_the_spool_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gigabytes take longer than a worker may be silent."""
+    one, other = worker(tmp_path, 0), worker(tmp_path, 1)
+    [checksum] = one.put([(TASKS[0], encoded(0))])
+    begun, may_go_on = threading.Event(), threading.Event()
+    scan = spool_module.scan
+
+    def slow(path: Path, start: int, *, is_last: bool) -> object:
+        begun.set()
+        assert may_go_on.wait(30)
+        return scan(path, start, is_last=is_last)
+
+    monkeypatch.setattr(spool_module, "scan", slow)
+    with ThreadPoolExecutor(max_workers=2) as threads:
+        reading = threads.submit(other.samples, TASKS[0], checksum)
+        try:
+            assert begun.wait(30)
+            assert len(threads.submit(other.put, [(TASKS[1], encoded(1))]).result(30)) == 1
+            assert other.spool_bytes > 0
+            assert not reading.done()
+        finally:
+            may_go_on.set()
+        assert reading.result(30) == samples(0)
+    one.close()
+    other.close()

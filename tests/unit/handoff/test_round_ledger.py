@@ -164,6 +164,7 @@ def test_groups_too_old_at_lease_are_dropped_and_counted(tmp_path, ledger):
     ledger.rounds.trained(2, found.fence)
     answer = ledger.rounds.lease(4 - 1, version=4, holder="t", count=2)  # now those of version 2 are 2 behind
     assert answer.lease is None
+    assert [task.group for task in answer.too_old] == [6, 7]
     report = checked(tmp_path)
     assert report.groups == {"trained": 6, "dropped": 2}
     assert ledger.status().held_groups == 0
@@ -172,7 +173,8 @@ def test_groups_too_old_at_lease_are_dropped_and_counted(tmp_path, ledger):
 def test_groups_too_old_at_lease_are_generated_again_by_policy(tmp_path):
     ledger = open_ledger(tmp_path, stale_policy=StalePolicy.RETRY)
     tasks = make_ready(ledger, 2, version=0)
-    assert ledger.rounds.lease(0, version=2, holder="t", count=2).lease is None
+    answer = ledger.rounds.lease(0, version=2, holder="t", count=2)
+    assert (answer.lease, answer.too_old) == (None, tuple(tasks))
     assert issue(ledger, 2) == [Task("train", task.group, 2) for task in tasks]
     ledger.close()
     checked(tmp_path)

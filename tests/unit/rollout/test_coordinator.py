@@ -41,7 +41,7 @@ class FakeWorkers:
     waits_for, num_running, spool_bytes = "", 3, 7
 
     def __init__(self, store: GroupStore | None = None) -> None:
-        self.stats, self.restored, self.released = WorkerStats(), [], []
+        self.stats, self.restored, self.released, self.forgotten = WorkerStats(), [], [], []
         self.error: Exception | None = None
         self._store = store
 
@@ -60,6 +60,9 @@ class FakeWorkers:
 
     def release(self, tasks: Sequence[Task]) -> None:
         self.released += tasks
+
+    def forget(self, tasks: Sequence[Task]) -> None:
+        self.forgotten += tasks
 
     def compact(self, needed: Mapping[Task, int | None]) -> int:
         return len(needed)
