@@ -325,11 +325,11 @@ class Gateway:
     async def lease_evaluation(self, producer: str, call: m.LeaseEvaluation) -> m.EvalPrompts:
         """Waits for: an evaluation, `wait_s` at most. Unblocked by: the driver, before some rounds and after the last;
         and by leases whose time is over."""
-        ends, job, desk = time.monotonic() + call.wait_s, self.job(producer), self.evaluations
+        ends, job, evaluations = time.monotonic() + call.wait_s, self.job(producer), self.evaluations
         job.evaluates = True
         with waiting("an evaluation for an external job", "driver", deadline_s=call.wait_s):
             while True:
-                found = desk.lease(producer, call)
+                found = evaluations.lease(producer, call)
                 left = ends - time.monotonic()
                 if found.prompts or found.lags or found.is_over or left <= 0:
                     break

@@ -202,6 +202,11 @@ def groups_partition(train_partition: str) -> str:
     return f"{train_partition}_groups"
 
 
+def round_partition(train_partition: str, rollout_id: int) -> str:
+    """Return the partition that holds the chunks of one round in the modes off and buffer."""
+    return f"{train_partition}_{rollout_id}"
+
+
 class GroupStore:
     """Owned by the process that generates; `spool` None: --no-transferqueue-durable. Callable from any thread."""
 
@@ -216,7 +221,7 @@ class GroupStore:
     ) -> None:
         """`directory`: where the spools of the run are, when `spool` is not the only one. `decode` makes text of
         response tokens, for callers that ask for samples."""
-        self._store, self._spool, self._partition = store, spool, groups_partition(partition)
+        self._store, self._spool, self.partition = store, spool, groups_partition(partition)
         self._directory, self.decode = directory, decode
         self._lock = threading.Lock()  # protects the spool
         self._others: Spools | None = None  # made when the first group of another spool is asked for
@@ -246,7 +251,7 @@ class GroupStore:
 
     def _put(self, groups: Sequence[tuple[Task, EncodedGroup]]) -> None:
         keys = [key for task, group in groups for key in chunk_keys(task, len(group.chunks))]
-        self._store.put(self._partition, keys, [chunk for _, group in groups for chunk in group.chunks])
+        self._store.put(self.partition, keys, [chunk for _, group in groups for chunk in group.chunks])
 
     def keep(self, task: Task, data: bytes) -> int | None:
         """Store in the spool what only a later attempt reads (the tokens of an aborted one); None without a spool."""
@@ -302,7 +307,7 @@ class GroupStore:
         """Put chunks into the queue again that were stored before the run was restarted: the queue did not survive."""
         for task, checksum, _ in groups:
             chunks, _ = split_record(self.record(task, checksum))
-            self._store.put(self._partition, chunk_keys(task, len(chunks)), chunks)
+            self._store.put(self.partition, chunk_keys(task, len(chunks)), chunks)
 
     def put_again(self, unread: Mapping[Task, int | None]) -> list[Task]:
         """Put into another queue what this process holds of `unread` (`Ledger.unread_payloads`); return which groups
@@ -320,7 +325,7 @@ class GroupStore:
             held = {task: self._held.pop(task) for task in tasks if task in self._held}
         keys = [key for task, (_, group) in held.items() for key in chunk_keys(task, len(group.chunks))]
         if keys:
-            self._store.clear(self._partition, keys)
+            self._store.clear(self.partition, keys)
 
     def release(self, tasks: Sequence[Task]) -> None:
         """Free these groups' samples: their round is trained, and they will not be asked for. The spool keeps its
@@ -416,7 +421,7 @@ class RoundStore:
     def put(self, rollout_id: int, groups: Sequence[EncodedGroup]) -> tuple[str, list[list[Handle]]]:
         """Waits for: room. Unblocked by: `clear`, which the driver asks for. The partition, and the handles of each
         group's chunks."""
-        partition = f"{self._prefix}_{rollout_id}"
+        partition = round_partition(self._prefix, rollout_id)
         with waiting("room in the queue for a round", "driver", deadline_s=self._timeout_s):
             self._wait_for_room(partition)
         attempt = uuid.uuid4().hex[:12]

@@ -128,9 +128,9 @@ class GatewayActor(WorkerProcess):
     def evaluate(self, before_round: int) -> EvalProgress:
         """Offer the prompts of an evaluation of the serving weights, unless it was done already, and return how far it
         is."""
-        desk = self._gateway.evaluations
-        if desk.current is None or desk.current.before_round != before_round:
-            desk.current = Evaluation(
+        evaluations = self._gateway.evaluations
+        if evaluations.current is None or evaluations.current.before_round != before_round:
+            evaluations.current = Evaluation(
                 before_round=before_round,
                 version=self._weights.serving,
                 parts={
@@ -139,7 +139,7 @@ class GatewayActor(WorkerProcess):
                 },
                 lease_timeout_s=self._gateway.limits.lease_timeout_s,
             )
-        results, total = dict(desk.current.results), desk.current.total
+        results, total = dict(evaluations.current.results), evaluations.current.total
         is_whole = len(results) == total
         return EvalProgress(
             done=len(results),
@@ -247,7 +247,8 @@ class GatewayActor(WorkerProcess):
 
     def _encode(self, producer: str, samples: list[Sample]) -> tuple[EncodedGroup, Payload]:
         """As a rollout worker does. The producer's name says which gateway put the rows into the queue."""
-        group = encoded_group(self._args, samples, producer_id=f"{producer}.{self._mark}", with_samples=True)
+        place, name = self._store.partition, f"{producer}.{self._mark}"
+        group = encoded_group(self._args, samples, partition_id=place, producer_id=name, with_samples=True)
         self._rewards += [rows[0].scalar_reward(self._args.reward_key) for rows in by_sample(samples)]
         return group, payload_of(group, samples)
 

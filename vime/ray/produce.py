@@ -41,6 +41,7 @@ from vime.rollout.generation import use_engine_key
 from vime.rollout.loops import rollout_loop
 from vime.rollout.vllm_rollout import close_generation
 from vime.types import ConfigError, Version, VimeError
+from vime.utils.heap import collect_garbage, collect_when_asked
 from vime.utils.waits import waiting
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Weights:
         manifest = await self.client.get(f"/v1/weights/{version}", m.WeightManifest)
         if (version, manifest.content_hash) != self.held:
             directory = await self._files(manifest)
+            collect_garbage()  # once for each version, as a worker of the run does once a round
             self.reports[version] = await asyncio.to_thread(self._load, directory, manifest)
             [loaded] = set(self.reports[version].values())
             self.held = (version, loaded)
@@ -233,6 +235,7 @@ def _run(config: Config, run_dir: Path, client: GatewayClient, screen: Screen, i
             weights,
             num_prompts=config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size,
         )
+        collect_when_asked()
         screen.stage("generating")
         if not renewing.cancel():  # else the worker sends heartbeats
             renewing.result()

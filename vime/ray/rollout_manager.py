@@ -22,7 +22,7 @@ from vime.config.parse import Args, Config
 from vime.config.queue_checks import BUFFER
 from vime.data.rows import GroupFacts, TrainRow, check_versions
 from vime.gateway.messages import SAMPLE_FAILED
-from vime.handoff.group_store import Handle, PayloadStore, StoredGroup, groups_partition
+from vime.handoff.group_store import Handle, PayloadStore, StoredGroup, groups_partition, round_partition
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_types import RoundLease
 from vime.handoff.ticket import RoundTicket, make_ticket, read_some
@@ -155,6 +155,7 @@ class RolloutManager:
         self._planner = RoundPlanner(self._config)
         eval_data_sets(args)
         if self._config.debug.load_debug_rollout_data:
+            collect_when_asked()
             return ManagerInfo(num_prompts=0)
         self._source = load_data_source(args)
         if self._config.queue.has_ledger and not hasattr(self._source, "group_at"):
@@ -287,7 +288,10 @@ class RolloutManager:
         # which prompts were drawn up to this round
         cursor: dict[str, object] = {} if self._source is None else self._source.save(rollout_id)
         with span("convert_round", rollout_id=rollout_id):
-            groups = [encoded_group(args, samples, producer_id=PROCESS) for samples in output.samples]
+            place = round_partition(config.queue.transferqueue_partition, rollout_id)
+            groups = [
+                encoded_group(args, samples, partition_id=place, producer_id=PROCESS) for samples in output.samples
+            ]
             facts = [group.facts for group in groups]
             set_custom_rewards(args, facts, lambda: output.samples)
         if not (config.debug.debug_rollout_only or config.debug.load_debug_rollout_data):
@@ -484,7 +488,7 @@ def _samples(
         save_rollout(
             Path(debug.save_debug_rollout_data.format(rollout_id=rollout_id)),
             output.samples,
-            partition_id=f"{config.queue.transferqueue_partition}_{rollout_id}",
+            partition_id=round_partition(config.queue.transferqueue_partition, rollout_id),
             producer_ids=[PROCESS] * len(output.samples),
         )
     return output

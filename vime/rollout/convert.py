@@ -73,10 +73,11 @@ def group_rows(
 
 
 def encoded_group(
-    args: Args, samples: Sequence[Sample], *, producer_id: str = "", with_samples: bool = False
+    args: Args, samples: Sequence[Sample], *, partition_id: str = "", producer_id: str = "", with_samples: bool = False
 ) -> EncodedGroup:
-    """Return one finished group in its stored form. `with_samples`: the samples may be asked for too."""
-    rows = group_rows(args, samples, partition_id=args.transferqueue_partition, producer_id=producer_id)
+    """Return one finished group in its stored form. `partition_id`: where in the queue it will be; `with_samples`: the
+    samples may be asked for too."""
+    rows = group_rows(args, samples, partition_id=partition_id, producer_id=producer_id)
     return encode_group(
         rows,
         notes=group_notes(args, samples, producer_id),

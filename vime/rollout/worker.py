@@ -234,7 +234,9 @@ class RolloutWorker(GroupWorker, StoresGroups):
         for sample in samples:
             sample.attempt = task.attempt
         with span("encode_group", group=task.group):
-            group = encoded_group(self._args, samples, producer_id=self.name, with_samples=True)
+            group = encoded_group(
+                self._args, samples, partition_id=self._store.partition, producer_id=self.name, with_samples=True
+            )
         num_tokens = sum(len(sample.tokens) for sample in samples)
         if self._has_capacity:
             with waiting("room for a group", "driver", deadline_s=rollout_deadline_s(self._args.config)):

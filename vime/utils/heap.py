@@ -105,5 +105,5 @@ def collect_when_asked() -> None:
 
 
 def collect_garbage() -> None:
-    """Free what only cycles of references hold. Called between two rounds."""
+    """Free what only cycles of references hold. Called once a round: generation of the next one may have begun."""
     gc.collect()

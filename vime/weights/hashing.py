@@ -64,10 +64,6 @@ class ContentHash:
     def hexdigest(self) -> str:
         return xxhash.xxh3_128_hexdigest(b"".join(digest for _, digest in sorted(self._digests)))
 
-    def by_tensor(self) -> dict[str, str]:
-        """Name -> digest: which tensor differs, when the hashes do."""
-        return {name: digest.hex() for name, digest in self._digests}
-
 
 class OrderedHash:
     """Given one tensor after another, in the order that tensors.json names: 1 GB/s."""

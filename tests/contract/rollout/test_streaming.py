@@ -327,6 +327,7 @@ def test_a_plug_in_that_must_see_answers_sees_them_and_is_obeyed_when_the_rows_a
     with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, *flags) as run:
         output = run.lease(0)
         rows = run.read(0)[2]
+    assert {(row.partition_id, row.producer_id) for row in rows.values()} == {("train_groups", run.worker.name)}
     assert [rows[number].reward for number in range(4)] == [0.0, 0.125, 1.25, 1.375]
     assert [rows[number].num_trainable for number in range(4)] == [2, 2, 0, 2]
     assert output.metrics["rollout/removed_samples"] == 1
