@@ -39,7 +39,7 @@ class EventKind(StrEnum):
     RUN_RESTARTED = "run_restarted"  # error, load
     PART_STARTED = "part_started"  # part, duration_s
     ROUND_GENERATED = "round_generated"  # rollout_id
-    WORKER_LOST = "worker_lost"  # worker, prompts, within_s
+    WORKER_LOST = "worker_lost"  # worker, prompts; within_s: from its last sign of life until others had its prompts
     ENGINE_LOST = "engine_lost"  # engine, error, start_in_s
     ENGINE_STARTING = "engine_starting"  # engine: it is started again
     ENGINE_WITHOUT_NODE = "engine_without_node"  # engine: no node of the cluster has room; it starts when one has

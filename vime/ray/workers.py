@@ -142,6 +142,7 @@ class _Host:
     report: WorkerReport | None = None
     asked: ObjectRef[WorkerReport] | None = None  # a report that was requested and has not arrived yet
     silence: Silence = field(default_factory=Silence)  # since it was requested
+    heard: float = field(default_factory=time.monotonic)  # when the last report arrived
 
 
 def _end(host: _Host) -> None:
@@ -511,7 +512,7 @@ class RemoteWorkers:
             return is_hanging
         asked, host.asked = host.asked, None
         try:
-            host.report = ray.get(asked)
+            host.report, host.heard = ray.get(asked), time.monotonic()
         except ray.exceptions.RayActorError as error:
             logger.warning("%s (%s) died: %s", _process(host), host.name, first_line(error))
             return True
@@ -519,14 +520,12 @@ class RemoteWorkers:
 
     def _replace(self, host: _Host, starting: ThreadPoolExecutor) -> None:
         """Give its prompts to the others now; a new worker joins when it has started."""
-        began = time.monotonic()
         if host.gateway is None:
             num_prompts = self._ledger.call(PromptLedger.abandon, host.name)
         else:  # jobs go on with their prompts, but a group of a job's own was in the gateway's hands
             num_prompts = self._ledger.call(PromptLedger.abandon_own)
-        self._events.emit(
-            EventKind.WORKER_LOST, worker=host.name, prompts=num_prompts, within_s=time.monotonic() - began
-        )
+        within_s = time.monotonic() - host.heard  # its death is younger than the last that was heard of it
+        self._events.emit(EventKind.WORKER_LOST, worker=host.name, prompts=num_prompts, within_s=within_s)
         with self._lock:
             self._hosts.remove(host)
         self._share(self._alive())
