@@ -27,6 +27,7 @@ OUT=${1:?usage: ./scripts/nightly.sh OUT [PART ...]; parts: ${PARTS[*]}}
 shift
 CHOSEN=("${@:-${PARTS[@]}}")
 SEED=${SEED:-$(date +%Y%m%d)}
+export -n SEED  # scripts that tests and parts start have a seed of their own
 KILLS=${KILLS:-60}
 DEADLINE=${DEADLINE:-7200}
 for part in "${CHOSEN[@]}"; do

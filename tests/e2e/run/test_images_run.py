@@ -341,7 +341,7 @@ def test_each_fault_of_a_generate_plug_in_is_named_on_prompts_with_images(flags:
     command = [sys.executable, "-m", "vime", "diagnose", str(tmp_path / "run"), "--json"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     told = {line["round"]: line["cause"] for line in map(json.loads, shown.splitlines())}
-    assert told == {number: CAUSES[fault] for number, fault in enumerate(FAULTS) if fault != "none"}
+    assert told == {FAULTS.index(fault): cause for fault, cause in CAUSES.items()}  # what comes again is not recorded
     for file in sorted((tmp_path / "run" / "mismatch").glob("*.json")):
         record = json.loads(file.read_text())
         [engine] = record["engines"]
