@@ -88,6 +88,7 @@ class Streaming:
 
     def __exit__(self, *_):
         self.worker.close()
+        self.coordinator.close()
         self._ledger.close()
         self.receipts.close()
 
@@ -95,6 +96,10 @@ class Streaming:
         """Asked through the port like every call: the worker's thread calls the ledger too, and two threads on its
         connection can wait for each other for ever (SQLite calls Python for the checksum of a row)."""
         return self.port.call(Ledger.status)
+
+    def lease_ends(self):
+        """When the lease of each round in hand ends, on the ledger's clock."""
+        return [holding.deadline for holding in list(self._ledger._store.memory.holdings.values())]
 
     def look(self, sql, *values):
         """What stands in the ledger's file, read by a connection of its own."""

@@ -464,6 +464,7 @@ class RolloutManager:
         sample_recorder.RECORDER.close()
         if self._coordinator is not None:
             self._coordinator.workers.close()
+            self._coordinator.close()
         self._store.close()
 
 

@@ -9,7 +9,6 @@ saving / saved  a checkpoint will be visible soon / is visible: its rounds are d
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
 from pathlib import Path
 
@@ -59,13 +58,12 @@ def ledger_rules(config: Config, num_rollout: int) -> LedgerRules:
 
 
 class Stream:
-    """Owned by the driver. A thread of its own keeps the leases of the rounds in hand alive."""
+    """Owned by the driver. The RolloutManager keeps the leases of the rounds in hand alive, from their grant on."""
 
     def __init__(self, config: Config, run_dir: Path, ledger: LedgerClient, manager: Actor[RolloutManager]) -> None:
         self._config, self._run_dir, self.ledger, self._manager = config, run_dir, ledger, manager
         self._leases: dict[int, RoundLease] = {}
-        self._is_closed = threading.Event()
-        self._beat = threading.Thread(target=self._heartbeat, name="vime-lease-heartbeat", daemon=True)
+        self._is_closed = False
 
     @classmethod
     def open(
@@ -109,7 +107,6 @@ class Stream:
         keep_sessions(run_dir / AGENTS_ELSEWHERE, newest=reached, oldest=oldest_allowed(config.flat, reached))
         stream = cls(config, run_dir, ledger, manager)
         stream._ask(manager.ask(RolloutManager.open_stream, ledger), "the queue to be opened")
-        stream._beat.start()
         return stream
 
     def begin(self) -> None:
@@ -117,7 +114,7 @@ class Stream:
         self._ask(self._manager.ask(RolloutManager.produce, True), "the producer to start")
 
     def leased(self, lease: RoundLease) -> None:
-        """Keep the lease of this round alive until `trained`."""
+        """Note under which lease this round is trained."""
         self._leases[lease.round_id] = lease
 
     def trained(self, round_id: int, receipt: str) -> None:
@@ -151,8 +148,7 @@ class Stream:
 
     def close(self) -> None:
         """End generation while the engines still respond. Calling it again does nothing."""
-        is_first = not self._is_closed.is_set()
-        self._is_closed.set()
+        is_first, self._is_closed = not self._is_closed, True
         if is_first and self._config.rollout.partial_rollout:
             stopped = self._manager.ask(RolloutManager.produce, False)
             try:
@@ -171,12 +167,3 @@ class Stream:
         deadline_s = self._config.queue.transferqueue_timeout_secs
         [result] = wait_for([ref], name=name, owner="RolloutManager", deadline_s=deadline_s)
         return result
-
-    def _heartbeat(self) -> None:
-        """Renew the leases. Waits for: the clock, or `close`. A lost lease is reported when the round is trained."""
-        while not self._is_closed.wait(self._config.queue.transferqueue_lease_timeout_secs / 3):
-            for lease in list(self._leases.values()):
-                try:
-                    self.ledger.call(RoundLedger.heartbeat, lease.round_id, lease.fence)
-                except VimeError as error:
-                    logger.warning("round %d: %s", lease.round_id, error)

@@ -7,6 +7,7 @@ made from what `take` returns.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import threading
 import time
@@ -27,10 +28,11 @@ from vime.rollout.early_batches import EarlyBatches
 from vime.rollout.group_worker import WorkerStats
 from vime.rollout.metrics import completion_metrics, drop_metrics, num_removed, version_metrics
 from vime.rollout.progress import BOARD, RoundProgress
-from vime.types import Sample, WaitTimeoutError
+from vime.types import Sample, VimeError, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
+logger = logging.getLogger(__name__)
 NEWS_S = 2.0
 """How long one wait for a change lasts before the coordinator checks that the workers are still alive."""
 
@@ -112,6 +114,9 @@ class RoundCoordinator:
         self._take_time_s = 0.0
         self._too_old = 0  # the part of the ledger's count that earlier rounds have reported
         self._status: LedgerStatus | None = None  # as it was at the last attempt to lease
+        self._leases: dict[int, RoundLease] = {}  # of this round and the one before
+        self._is_closed = threading.Event()
+        self._beat = threading.Thread(target=self._heartbeat, name="vime-lease-heartbeat", daemon=True)
 
     def begin(self, round_id: int) -> None:
         """Set the round that the next `take` returns."""
@@ -229,6 +234,7 @@ class RoundCoordinator:
             self._status = self._ledger.call(Ledger.status)
             self._post_progress(num_groups, self._status, result, time.monotonic() - began)
             if result.lease is not None:
+                self._keep_alive(result.lease)
                 return result.lease
             self.workers.raise_if_failed()
             if time.monotonic() - began > limit_s:
@@ -240,6 +246,27 @@ class RoundCoordinator:
                     "Raise --rollout-timeout-secs, shorten completions, or relax the filter.",
                 )
             seen = self._ledger.wait_for_news(seen, NEWS_S, **self._worth_asking(num_groups))
+
+    def _keep_alive(self, lease: RoundLease) -> None:
+        """Renew the lease from now on. Under train_async.py the round waits here for as long as the one before is
+        trained, saved, published and evaluated; when the one after it is asked for, it is trained."""
+        known = {round_id: held for round_id, held in self._leases.items() if round_id == lease.round_id - 1}
+        self._leases = known | {lease.round_id: lease}
+        if not self._beat.is_alive() and not self._is_closed.is_set():
+            self._beat.start()
+
+    def _heartbeat(self) -> None:
+        """Renew the leases. Waits for: the clock, or `close`. A lost lease is reported when the round is trained."""
+        while not self._is_closed.wait(self._args.transferqueue_lease_timeout_secs / 3):
+            for lease in self._leases.values():
+                try:
+                    self._ledger.call(RoundLedger.heartbeat, lease.round_id, lease.fence)
+                except VimeError as error:
+                    logger.warning("round %d: %s", lease.round_id, error)
+
+    def close(self) -> None:
+        """Let leases end. Calling it again does nothing."""
+        self._is_closed.set()
 
     def _worth_asking(self, num_groups: int) -> dict[str, int]:
         """Return what the ledger must have (`Ledger.has`) before it is worth asking again. Offers an early batch if

@@ -294,6 +294,24 @@ def test_a_payload_waits_for_room_until_a_round_is_trained(tmp_path, model_dir):
         assert second.metrics["transferqueue/put_latency"] > 0
 
 
+def test_a_leased_round_that_waits_for_the_trainers_keeps_its_lease(tmp_path, model_dir):
+    """Under train_async.py it waits for as long as the round before it is trained, which may be longer than a lease."""
+    with (
+        ScriptedEngine(ServedVersion()) as engine,
+        Streaming(tmp_path, engine, model_dir, "--transferqueue-lease-timeout-secs", 1, staleness=1) as run,
+    ):
+        first = run.lease(0), run.taken
+        run.lease(1)
+        second, run.taken = run.taken, first[1]
+        for _ in range(6):  # a lease is 10 s of this clock
+            before = max(run.lease_ends())
+            run.clock.time += 4.0
+            wait_until(run, lambda before=before: min(run.lease_ends()) > before)
+        run.train(0)
+        run.taken = second
+        run.train(1)
+
+
 def test_the_payload_of_another_group_is_refused(tmp_path, model_dir):
     with ScriptedEngine(ServedVersion()) as engine, Streaming(tmp_path, engine, model_dir, is_durable=False) as run:
         wait_until(run, lambda: run.status().ready == 2)
