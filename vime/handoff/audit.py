@@ -319,7 +319,8 @@ def _check_rounds(
             yield from _check_members(round_id, groups, rounds[round_id], history)
         else:
             yield Finding("rounds", f"round {round_id}", f"holds {len(groups)} groups, but is no round")
-    gaps = [round_id for round_id in rounds if round_id != min(rounds) and round_id - 1 not in rounds]
+    first = min(rounds, default=0)
+    gaps = [round_id for round_id in rounds if round_id != first and round_id - 1 not in rounds]
     for round_id in gaps:
         yield Finding("rounds", f"round {round_id}", "the round before it is gone")
     trained = [round_id for round_id, (state, _, _) in rounds.items() if state in ("trained", "durable")]

@@ -71,6 +71,8 @@ class History:
     groups: dict[tuple[str, int], GroupTrace] = field(default_factory=dict)
     rounds: dict[int, list[tuple[str, int]]] = field(default_factory=dict)  # in the order of training
     versions: dict[int, int] = field(default_factory=dict)  # round -> version of the weights that train on it
+    unsaved: set[int] = field(default_factory=set)  # rounds that are not durable
+    unreleased: set[int] = field(default_factory=set)  # rounds whose version is `serving` or newer
     receipts: dict[int, str] = field(default_factory=dict)  # trained round -> link of what the trainer stepped on
     cursors: dict[str, int] = field(default_factory=dict)
     own: dict[tuple[str, str], str] = field(default_factory=dict)  # (producer, key) -> the group that was committed
@@ -94,6 +96,7 @@ class History:
         """Return a round to ready: allowed for trained ones only in a restart from a checkpoint before it."""
         keys = self.rounds.get(line.round_id, [])
         self.receipts.pop(line.round_id, None)
+        self.unsaved.add(line.round_id)
         is_restored = self.restored_to is not None and line.round_id > self.restored_to
         for key in keys:
             trace = self.groups[key]
@@ -224,6 +227,9 @@ def on_leased(history: History, line: Line) -> None:
     trace.state, trace.round_id = State.LEASED, line.round_id
     history.rounds.setdefault(line.round_id, []).append((line.partition, line.group))
     history.versions[line.round_id] = int(line.note)
+    history.unsaved.add(line.round_id)
+    if int(line.note) >= history.serving:
+        history.unreleased.add(line.round_id)
 
 
 def on_leased_again(history: History, line: Line) -> None:
@@ -252,16 +258,17 @@ def on_trained(history: History, line: Line) -> None:
 
 
 def on_released(history: History, line: Line) -> None:
-    freed = [r for r, version in history.versions.items() if history.serving <= version < line.round_id]
+    freed = {round_id for round_id in history.unreleased if history.versions[round_id] < line.round_id}
+    history.unreleased -= freed
     history.num_active -= sum(len(history.rounds[round_id]) for round_id in freed)
     history.serving = line.round_id
 
 
 def on_durable(history: History, line: Line) -> None:
-    for round_id, keys in history.rounds.items():
-        if round_id > line.round_id:
-            continue
-        for key in keys:
+    saved = {round_id for round_id in history.unsaved if round_id <= line.round_id}
+    history.unsaved -= saved
+    for round_id in saved:
+        for key in history.rounds.get(round_id, ()):
             if history.groups[key].state not in TRAINED:
                 history.find("terminal", f"{key[0]}/{key[1]}", f"durable while {history.groups[key].state}")
             history.groups[key].state = State.DURABLE
@@ -275,6 +282,7 @@ def on_restored(history: History, line: Line) -> None:
             if start <= version < history.serving:  # their slots had been freed, and are taken again
                 states = [history.groups[key].state for key in history.rounds[round_id]]
                 history.num_active += sum(state in TRAINED for state in states)
+                history.unreleased.add(round_id)
         history.serving = min(history.serving, start)
 
 
@@ -287,6 +295,8 @@ def on_loosened(history: History, line: Line) -> None:
         history.groups[key].round_id = None
     history.rounds.pop(line.round_id, None)
     history.versions.pop(line.round_id, None)
+    history.unsaved.discard(line.round_id)
+    history.unreleased.discard(line.round_id)
 
 
 HANDLERS: dict[str, Callable[[History, Line], None]] = {

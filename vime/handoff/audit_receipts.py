@@ -94,9 +94,9 @@ class _Walk:
         self.receipts = receipts
         self.rounds: dict[int, RoundReceipt] = {}
         self.findings: list[Finding] = []
+        after: int | None = None  # the round that the walk came from
         while link is not None and link not in receipts.beginnings:
             line = receipts.lines.get(link)
-            after = min(self.rounds, default=None)
             if line is None:
                 what = "the newest one" if after is None else f"the one before round {after}"
                 self.findings.append(_breach(RECEIPTS_NAME, f"lacks the line {link}, {what}"))
@@ -105,10 +105,10 @@ class _Walk:
                 self.findings.append(_breach(f"round {line.round_id}", f"is linked to as the one before {after}"))
                 return
             self.rounds[line.round_id] = line
-            link = line.previous
-        if link is not None and self.rounds and receipts.beginnings[link].round_id != min(self.rounds):
+            after, link = line.round_id, line.previous
+        if link is not None and after is not None and receipts.beginnings[link].round_id != after:
             begun = receipts.beginnings[link].round_id
-            self.findings.append(_breach(f"round {min(self.rounds)}", f"is the first, but the run began at {begun}"))
+            self.findings.append(_breach(f"round {after}", f"is the first, but the run began at {begun}"))
 
 
 def _compare_ledger(rounds: Mapping[int, LedgerRound], walk: _Walk) -> Iterator[Finding]:

@@ -425,7 +425,9 @@ class Engines:
         if open_checks:
             done, _ = ray.wait(list(open_checks), num_returns=len(open_checks), timeout=0)
             for ref in done:
-                self._read(open_checks[ref], is_updating=is_updating)
+                name = open_checks[ref]
+                if name in self._checks and self._checks[name].ref == ref:  # else it was lost while another was read
+                    self._read(name, is_updating=is_updating)
         for name, actor in self._watched().items():  # without those that were lost a moment ago
             check = self._checks.get(name)
             deadline_s = self._health_s if self._named(name) else section.engine_health_timeout_secs

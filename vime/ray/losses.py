@@ -24,7 +24,7 @@ class Losses:
         """Note a loss. Returns the seconds until it is started again: none after the first, then more and more."""
         now = time.monotonic()
         self.count += 1
-        backoff_s = min(FIRST_BACKOFF_S * 2 ** (self.count - 2), LONGEST_BACKOFF_S) if self.count > 1 else 0.0
+        backoff_s = min(FIRST_BACKOFF_S * 2 ** min(self.count - 2, 10), LONGEST_BACKOFF_S) if self.count > 1 else 0.0
         self.first_at = self.first_at or now
         self.start_at = now + backoff_s
         self.has_node = True

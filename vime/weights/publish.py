@@ -169,6 +169,8 @@ def _publish(
     failpoint(Point.CONFIRMED)
     if is_released:
         fleet.resume()
+        serving = {address.name for address in fleet.addresses}  # without those that did not resume
+        reports = [report for report in reports if report.engine in serving]
     return PublishReport(
         version=version,
         content_hash=expected,

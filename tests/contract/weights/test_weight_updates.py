@@ -254,6 +254,18 @@ def test_every_engine_of_a_fleet_gets_every_byte(transport, two_fakes, tmp_path)
         assert all(torch.equal(engine.weights[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
+def test_an_engine_that_does_not_resume_has_not_confirmed(two_fakes, tmp_path):
+    """It would get prompts, and be paused."""
+    first, second, _ = two_fakes
+    second.faults.status["/resume"] = 500
+    control = FleetControl([first.address, second.address], timeout_s=10, may_lose=True)
+    try:
+        report = send_small(control, "shm", tmp_path)
+    finally:
+        control.close()
+    assert [entry.engine for entry in report.engine_reports] == ["e0"]
+
+
 def test_control_calls_arrive_in_the_sacred_order(two_fakes, tmp_path):
     first, _, control = two_fakes
     send_small(control, "shm", tmp_path)
