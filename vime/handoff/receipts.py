@@ -33,6 +33,8 @@ from vime.utils.files import sync
 from vime.utils.hashing import new_hash
 
 RECEIPTS_NAME = "receipts.jsonl"
+TAIL_BYTES = 1 << 20
+"""So much is read at a time where the end of a file is looked at."""
 _BITS = (1 << 64) - 1
 
 
@@ -245,8 +247,12 @@ def _link(record: Mapping[str, object]) -> str:
 
 
 def _cut_torn_line(file: int) -> None:
-    """Remove the half of a line that a power cut left at the end: nothing refers to it."""
-    size = os.fstat(file).st_size
-    whole = os.pread(file, size, 0).rfind(b"\n") + 1
+    """Remove the half of a line that a power cut left at the end: nothing refers to it. The file may be of any size."""
+    start = size = os.fstat(file).st_size
+    newline = -1
+    while start > 0 and newline < 0:
+        start, end = max(0, start - TAIL_BYTES), start
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+    whole = start + newline + 1
     if whole < size:
         os.ftruncate(file, whole)

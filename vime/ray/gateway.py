@@ -8,6 +8,7 @@ call that got no response, and is asked to confirm its weights again.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -105,6 +106,7 @@ class GatewayActor(WorkerProcess):
         )
         self._taken = WorkerStats()  # what `_take_stats` has reported
         self._rewards: list[float] = []
+        self._counting = threading.Lock()  # of `_taken`: the next report may be asked for while statistics are taken
         queue = config.queue
         self._server = GatewayServer(
             make_app(self._gateway, tokens),
@@ -169,10 +171,11 @@ class GatewayActor(WorkerProcess):
         )
 
     def _take_stats(self) -> tuple[WorkerStats, list[DroppedGroup]]:
-        stats = self._stats()
-        self._taken.committed_groups += stats.committed_groups
-        self._taken.dropped += stats.dropped
-        self._rewards = self._rewards[len(stats.rewards) :]
+        with self._counting:
+            stats = self._counted()
+            self._taken.committed_groups += stats.committed_groups
+            self._taken.dropped += stats.dropped
+            del self._rewards[: len(stats.rewards)]
         return stats, []
 
     def close(self) -> None:
@@ -189,11 +192,16 @@ class GatewayActor(WorkerProcess):
         (self._run_dir / ADDRESS_NAME).unlink(missing_ok=True)
 
     def _stats(self) -> WorkerStats:
+        with self._counting:
+            return self._counted()
+
+    def _counted(self) -> WorkerStats:
+        """Return what was counted since `_take_stats`. Calls of jobs are counted meanwhile, on the server's loop."""
         jobs = list(self._gateway.jobs.values())
         stats = WorkerStats(rewards=list(self._rewards))
         stats.committed_groups = sum(job.committed for job in jobs) - self._taken.committed_groups
         for job in jobs:
-            stats.dropped += job.dropped
+            stats.dropped.update(dict(job.dropped))  # copied in one step
         stats.dropped -= self._taken.dropped
         return stats
 

@@ -167,7 +167,11 @@ class Restarts:
         if not end.is_worth_a_restart or self.num >= self._limit:
             return None
         self.num += 1
-        is_saved = find_latest(self._root) != self._found
+        try:
+            is_saved = find_latest(self._root) != self._found
+        except (VimeError, OSError) as error:  # the run ends as it did: with its own message, saved and reported
+            logger.error("it is not started again, because its checkpoints cannot be read: %s", error)
+            return None
         return self._config.replace(load=str(self._root)) if is_saved else self._config
 
     def loss(self, server: str, *, path: Path, is_alone: bool, may_restart: bool, trained_round: int) -> Loss:

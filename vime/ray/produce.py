@@ -7,6 +7,7 @@ by the engines, and each engine's own hash is reported before the first prompt i
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -266,8 +267,8 @@ def _wait(work: Future[Result], name: str, interrupts: Interrupts, engines: Engi
             interrupts.raise_if_asked(name)
             if engines is not None:
                 engines.check()
-            with contextlib.suppress(TimeoutError):
-                return work.result(POLL_S)
+            if concurrent.futures.wait([work], POLL_S).done:
+                return work.result()
 
 
 def _refuse_other_sampling(config: Config, registered: m.Registered) -> None:

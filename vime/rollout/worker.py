@@ -177,8 +177,9 @@ class RolloutWorker(GroupWorker, StoresGroups):
         clock."""
         while True:
             await asyncio.sleep(self._args.transferqueue_lease_timeout_secs / 3)
+            known = list(self._running.items())  # the answer may be older than a prompt that arrives before it
             trusted = await self._ledger.call_async(PromptLedger.heartbeat, self.name)
-            for task, work in list(self._running.items()):
+            for task, work in known:
                 if task not in trusted and not work.done():
                     work.cancel(f"group {task} was given to another attempt")
 

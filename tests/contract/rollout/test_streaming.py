@@ -252,7 +252,7 @@ def test_without_a_spool_a_lost_payload_is_generated_again(tmp_path, model_dir):
             assert groups_of(again.lease(0)) == [0, 1]
 
 
-def test_groups_that_are_too_old_are_dropped_and_others_take_their_place(tmp_path, model_dir):
+def test_no_token_of_a_round_is_older_than_the_bound(tmp_path, model_dir):
     served = ServedVersion()
     with (
         ScriptedEngine(served) as engine,

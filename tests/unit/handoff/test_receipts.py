@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers.rows import make_row
 from vime.data.images import IMAGE_COLUMN
 from vime.data.rows import TrainRow
+from vime.handoff import receipts
 from vime.handoff.group_store import encode_group
 from vime.handoff.receipts import (
     RECEIPTS_NAME,
@@ -133,6 +134,27 @@ def test_half_a_line_at_the_end_is_left_out_and_goes_when_the_run_goes_on(tmp_pa
     newest = again.note(1, 1, GROUPS)
     again.close()
     assert (read(tmp_path).newest, read(tmp_path).faults) == (newest, ())
+
+
+def test_half_a_line_is_found_however_long_the_file_and_the_line_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One read returns 2 GiB at most: a longer file lost its newest lines."""
+    monkeypatch.setattr(receipts, "TAIL_BYTES", 16)
+    store = ReceiptFile(tmp_path, start_round=0, link=None)
+    links = [store.note(number, number, GROUPS) for number in range(3)]
+    store.close()
+    path = tmp_path / RECEIPTS_NAME
+    whole = path.read_bytes()
+    ReceiptFile(tmp_path, start_round=3, link=links[2]).close()
+    assert path.read_bytes() == whole
+    path.write_bytes(whole[:-5])
+    ReceiptFile(tmp_path, start_round=2, link=links[1]).close()
+    assert path.read_bytes() == whole[: whole.rfind(b"\n", 0, -1) + 1]
+    path.write_bytes(b"no line yet, but many bytes of one")
+    store = ReceiptFile(tmp_path, start_round=0, link=None)
+    store.close()
+    assert read(tmp_path).faults == ()
 
 
 def test_a_changed_byte_in_any_line_is_named(tmp_path: Path) -> None:

@@ -318,6 +318,15 @@ def test_a_life_is_progress_only_past_the_newest_round_of_any_life_before(tmp_pa
     assert restarts.after(lost_at(8)) is None
 
 
+def test_a_run_whose_checkpoints_cannot_be_read_ends_as_it_failed(tmp_path: Path, caplog: Any) -> None:
+    """Not with a traceback of the restart: what failed is said, and the report is written."""
+    restarts = launch.Restarts(parse(["--max-restarts", "3"]), tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7\n")  # and no directory of it
+    assert restarts.after(launch.End(code=3, is_worth_a_restart=True, trained_round=7)) is None
+    assert "it is not started again, because its checkpoints cannot be read" in caplog.text
+
+
 def test_a_start_of_ray_that_fails_in_a_restart_is_a_restart_used(
     components: Components, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
