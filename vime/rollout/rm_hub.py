@@ -7,12 +7,13 @@ type, never return, block its thread) becomes a RewardError that names the funct
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import json
 import numbers
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -119,22 +120,22 @@ def _number(value: object, where: str) -> float:
 async def _call(function: Callable[..., object], args: Args, asked: Sample | list[Sample], *, where: str) -> object:
     """Run a user's function outside the rollout loop, with --rm-timeout-secs as deadline.
 
-    A coroutine function runs on the reward loop, a plain one in a daemon thread. Neither can block generation, and a
-    call that never returns stays in its daemon thread.
+    A coroutine function runs on the reward loop, a plain one in a daemon thread, for which it may have to wait first.
+    Neither can block generation, and a call that never returns stays in its daemon thread.
     """
     own_args = plugin_args(function, args)
     is_coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object with `async def __call__`
     )
     try:
-        async with asyncio.timeout(args.rm_timeout_secs):
-            with waiting(f"the reward function {_name(function)}", deadline_s=args.rm_timeout_secs):
-                # on the reward loop or in the thread, where a SystemExit would end the one or hang the other
-                calling = calling_plugin(where, function, RewardError, expected="Expected a number.")
-                if is_coroutine:
-                    coroutine = cast("Awaitable[object]", function(own_args, asked))
-                    return await asyncio.wrap_future(reward_loop().submit(_inside(calling, coroutine)))
-                async with _threads():
+        async with contextlib.nullcontext() if is_coroutine else _threads().one(args.rm_timeout_secs):
+            async with asyncio.timeout(args.rm_timeout_secs):
+                with waiting(f"the reward function {_name(function)}", deadline_s=args.rm_timeout_secs):
+                    # on the reward loop or in the thread, where a SystemExit would end the one or hang the other
+                    calling = calling_plugin(where, function, RewardError, expected="Expected a number.")
+                    if is_coroutine:
+                        coroutine = cast("Awaitable[object]", function(own_args, asked))
+                        return await asyncio.wrap_future(reward_loop().submit(_inside(calling, coroutine)))
                     return await asyncio.wrap_future(_in_thread(calling, partial(function, own_args, asked)))
     except TimeoutError as error:
         raise RewardError(
@@ -171,13 +172,37 @@ def _in_thread(calling: AbstractContextManager[None], function: Callable[[], obj
     return future
 
 
-_THREADS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+class _Threads:
+    """Places for MAX_THREADS plain functions at once. A call has one for its own deadline at most, which bounds how
+    long the others wait; their deadlines begin when they have one."""
+
+    def __init__(self) -> None:
+        self._free, self._num_waiting = asyncio.Semaphore(MAX_THREADS), 0
+
+    @contextlib.asynccontextmanager
+    async def one(self, timeout_s: float) -> AsyncIterator[None]:
+        """Waits for: a place. Unblocked by: a call that returns, or its deadline of `timeout_s`."""
+        deadline_s = (2 + self._num_waiting // MAX_THREADS) * timeout_s
+        self._num_waiting += 1
+        try:
+            with waiting("a thread for a reward function", deadline_s=deadline_s):
+                async with asyncio.timeout(deadline_s):
+                    await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._free.release()
+
+
+_THREADS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Threads] = WeakKeyDictionary()
 _JUDGES: WeakKeyDictionary[asyncio.AbstractEventLoop, MathJudge] = WeakKeyDictionary()
 _SESSIONS: WeakKeyDictionary[asyncio.AbstractEventLoop, HttpSession] = WeakKeyDictionary()
 
 
-def _threads() -> asyncio.Semaphore:
-    return _THREADS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
+def _threads() -> _Threads:
+    return _THREADS.setdefault(asyncio.get_running_loop(), _Threads())
 
 
 async def close_rewards() -> None:

@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 
 from tests.helpers.rollout_setup import make_args, write_model_directory
+from vime.rollout import rm_hub
 from vime.rollout.filter_hub import check_reward_nonzero_std
 from vime.rollout.plugins import check_plugins, plugin
 from vime.rollout.rm_hub import async_rm, batched_async_rm, check_reward, close_rewards
@@ -233,6 +234,13 @@ async def test_a_coroutine_that_blocks_its_thread_still_meets_the_deadline(custo
     with pytest.raises(RewardError, match="blocking calls belong in a plain function"):
         await async_rm(args, answer("w"))
     plugin(args, "custom_rm_path").__globals__["end"].set()
+
+
+async def test_the_deadline_of_a_plain_function_begins_when_it_has_a_thread(custom, monkeypatch):
+    """A thousand completions that end together take more turns of 32 threads than one deadline has."""
+    monkeypatch.setattr(rm_hub, "MAX_THREADS", 1)
+    args = custom("def custom(args, sample): time.sleep(0.5); return 1.0", "--rm-timeout-secs", 1.4)
+    assert await asyncio.gather(*(async_rm(args, answer("w", index=index)) for index in range(4))) == [1.0] * 4
 
 
 async def test_plain_functions_run_side_by_side_in_threads(custom):
