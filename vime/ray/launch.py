@@ -156,7 +156,7 @@ class Restarts:
             self.num, self._trained = loss.num_restarts, loss.newest_round
             self._found = None if loss.found is None else Path(loss.found)
             return
-        with contextlib.suppress(VimeError):  # reported where it is needed
+        with contextlib.suppress(VimeError, OSError):  # reported where it is needed
             self._found = find_latest(self._root)
 
     def after(self, end: End) -> Config | None:

@@ -371,9 +371,11 @@ class RemoteWorkers:
         deadline_s = self._config.queue.transferqueue_timeout_secs
         ends, left = time.monotonic() + deadline_s, list(groups)
         found: list[tuple[Sequence[StoredGroup], R]] = []
-        with waiting(name, "rollout-worker", deadline_s=deadline_s):
+        with waiting(name, deadline_s=deadline_s) as wait:
             while left:
-                asked = {host.actor.ask(method, own): own for host, own in self._shares_of(left)}
+                shares = self._shares_of(left)
+                wait.owners = tuple(_process(host) for host, _ in shares)
+                asked = {host.actor.ask(method, own): own for host, own in shares}
                 time_left = max(0.0, ends - time.monotonic())
                 done, pending = ray.wait(list(asked), num_returns=len(asked), timeout=time_left) if asked else ([], [])
                 if pending or not time_left:
@@ -382,7 +384,7 @@ class RemoteWorkers:
                 for ref in done:
                     try:
                         found.append((asked[ref], _value(ref)))
-                    except ray.exceptions.RayActorError as error:
+                    except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
                         logger.info("a worker died before it could %s: %s", method.__name__, first_line(error))
                         left += asked[ref]
                 if left:

@@ -188,6 +188,11 @@ class _Threads:
             with waiting("a thread for a reward function", deadline_s=deadline_s):
                 async with asyncio.timeout(deadline_s):
                     await self._free.acquire()
+        except TimeoutError as error:
+            raise RewardError(
+                f"no thread for a plain reward function was free within {deadline_s:g} s: {MAX_THREADS} calls are at "
+                f"work and {self._num_waiting} wait. Make the function faster, or an `async def` that waits in awaits."
+            ) from error
         finally:
             self._num_waiting -= 1
         try:

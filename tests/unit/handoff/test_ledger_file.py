@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.ledger_cases import RULES, Clock, checked, issue, lease, make_ready, open_ledger, payload, train
+from vime.handoff import ledger_store
 from vime.handoff.ledger import Ledger
 from vime.handoff.ledger_schema import MIGRATIONS, close_for_writing, open_for_reading, open_for_writing
 from vime.handoff.ledger_store import count_usage
@@ -162,4 +163,33 @@ def test_no_statement_of_a_run_grows_with_its_length(tmp_path):
     for sql in statements:
         for step in [row[3] for row in connection.execute(f"explain query plan {sql}")]:
             assert not grows(step), (step, sql)
+    ledger.close()
+
+
+def test_a_change_that_cannot_begin_is_refused_like_one_that_cannot_end(tmp_path):
+    """Another program holds the file; the ledger's own thread must not end with an error of SQLite."""
+    ledger = open_ledger(tmp_path)
+    ledger._store.connection.execute("pragma busy_timeout = 10")
+    other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    other.execute("begin immediate")
+    with pytest.raises(LedgerFileError, match=r"nothing was changed: database is locked\. Free disk space or check"):
+        issue(ledger, 1)
+    other.execute("rollback")
+    other.close()
+    assert [task.group for task in issue(ledger, 1)] == [0]
+    ledger.close()
+
+
+def test_a_log_that_cannot_be_looked_at_refuses_the_change_before_it_is_made(tmp_path, monkeypatch):
+    """An error behind the commit would leave prompts that are issued on disk and have no deadline in memory."""
+    ledger = open_ledger(tmp_path)
+    issue(ledger, 1)
+    monkeypatch.setattr(ledger_store, "COMMITS_BETWEEN_LOOKS", 1)
+    monkeypatch.setattr(ledger_store, "wal_path", lambda path: path.with_suffix(".gone"))
+    before = len(ledger.lent()), ledger.sequence
+    with pytest.raises(LedgerFileError, match="nothing was changed"):
+        issue(ledger, 1)
+    assert (len(ledger.lent()), ledger.sequence) == before
+    monkeypatch.undo()
+    assert [task.group for task in issue(ledger, 1)] == [1]
     ledger.close()

@@ -15,8 +15,9 @@ from tests.helpers.rollout_setup import make_args, write_model_directory
 from vime.gateway import messages as m
 from vime.gateway.client import RefusedError
 from vime.ray import job_worker
+from vime.ray.interrupts import Interrupts
 from vime.ray.job_worker import JobWorker, renew
-from vime.ray.produce import _renew_once_registered
+from vime.ray.produce import _renew_once_registered, _wait
 from vime.types import RewardError, Sample, SampleStatus, VersionSpan
 
 REGISTERED = m.Registered(
@@ -60,6 +61,13 @@ def sample_of(**changes):
         index=3, tokens=[1, 2], response_length=1, loss_mask=[1], rollout_log_probs=[-1.0],
         token_policy_versions=[VersionSpan(version=0, start=0, end=1)], status=SampleStatus.COMPLETED, **changes,
     )  # fmt: skip
+
+
+def test_an_error_of_the_work_that_looks_like_a_wait_that_is_over_ends_the_wait():
+    work = Future()
+    work.set_exception(TimeoutError("of the work itself"))
+    with pytest.raises(TimeoutError, match="of the work itself"):
+        _wait(work, "prompts of the run", Interrupts())
 
 
 def given_by(tmp_path, registered, *flags, **changes):

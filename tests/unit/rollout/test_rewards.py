@@ -243,6 +243,17 @@ async def test_the_deadline_of_a_plain_function_begins_when_it_has_a_thread(cust
     assert await asyncio.gather(*(async_rm(args, answer("w", index=index)) for index in range(4))) == [1.0] * 4
 
 
+async def test_the_wait_for_a_thread_has_a_deadline_of_its_own(monkeypatch):
+    monkeypatch.setattr(rm_hub, "MAX_THREADS", 1)
+    threads = rm_hub._Threads()
+    async with threads.one(60.0):
+        with pytest.raises(RewardError, match=r"no thread .* was free within 0.2 s: 1 calls are at work and 1 wait"):
+            async with threads.one(0.1):
+                pass
+    async with threads.one(60.0):  # what was waited for in vain takes no place
+        pass
+
+
 async def test_plain_functions_run_side_by_side_in_threads(custom):
     # Each waits for the other: two of them in one thread would never end.
     body = "barrier = threading.Barrier(2)\ndef custom(args, sample): barrier.wait(20); return True"
