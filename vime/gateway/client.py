@@ -110,12 +110,13 @@ class GatewayClient:
     ) -> Result:
         """Return what `read` makes of the response; None: it is not the gateway's, and counts as a lost one.
 
-        Waits for: a response that is no refusal to repeat. Unblocked by: the gateway."""
+        Waits for: a response that is no refusal to repeat. Unblocked by: the gateway. `patience_s` is for a gateway
+        that nobody hears of: one that refuses is there, and knows how long a queue may be full."""
         if self._session is None:
             self._session = HttpSession(is_outside=True)
         patience_s = self._patience_s if patience_s is None else patience_s
         ends, pause_s, wanted_s = time.monotonic() + patience_s, FIRST_PAUSE_S, 0.0
-        with waiting(f"the gateway's response to {path}", "gateway", deadline_s=patience_s):
+        with waiting(f"the gateway's response to {path}", "gateway", deadline_s=patience_s) as wait:
             while True:
                 try:
                     response = await self._session.call(
@@ -141,6 +142,9 @@ class GatewayClient:
                     if refusal is not None and (not refusal.may_repeat or refusal.code == UNCONFIRMED):
                         raise RefusedError(path, refusal)
                     problem = response.described() if refusal is None else f"{refusal.code}: {refusal.what}"
+                    if refusal is not None:
+                        wait.since = time.monotonic()
+                        ends = wait.since + patience_s
                 if time.monotonic() > ends:
                     raise GatewayAwayError(
                         f"{self.url}{path}: not done within {patience_s:g} s; the last try: {problem}. Does the "

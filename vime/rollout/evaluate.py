@@ -122,13 +122,14 @@ async def _evaluate(one: EvalSet, rollout_id: int, prompts: Prompts, ends: float
     """Return the completed group of each prompt. `ends` is a time of the running loop."""
     args, name = one.config.flat, one.name
     params, groups = eval_sampling_params(args), eval_groups(one, prompts, rollout_id)
-    started, finished = time.monotonic(), 0
+    started, finished, num_tokens = time.monotonic(), 0, 0
     results: list[list[Sample]] = [[] for _ in groups]
 
     async def work(number: int) -> None:
-        nonlocal finished
+        nonlocal finished, num_tokens
         results[number] = await generate_and_rm_group(args, groups[number], params, evaluation=True)
         finished += 1
+        num_tokens += sum(sample.response_length for sample in results[number])
         BOARD.post(
             RoundProgress(
                 name=f"evaluation {name} before round {rollout_id}",
@@ -136,7 +137,7 @@ async def _evaluate(one: EvalSet, rollout_id: int, prompts: Prompts, ends: float
                 wanted_groups=len(groups),
                 in_flight_groups=len(groups) - finished,
                 dropped_groups=0,
-                response_tokens=sum(sample.response_length for group in results for sample in group),
+                response_tokens=num_tokens,
                 elapsed_s=time.monotonic() - started,
             )
         )

@@ -28,13 +28,14 @@ _CHOICES = (
 
 def boxed(text: str) -> str | None:
     r"""Return the content of the last complete `\boxed{...}` of `text`; None without one. Braces inside are counted."""
-    for start in [match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)][::-1]:
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start:end]
-    return None
+    starts = {match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)}
+    last, opened = None, list[int]()  # in one pass: a completion may repeat an open box for thousands of tokens
+    for brace in re.finditer("[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.end())
+        elif opened and (start := opened.pop()) in starts and (last is None or start > last[0]):
+            last = start, brace.start()
+    return None if last is None else text[slice(*last)]
 
 
 def after_thinking(response: str) -> str | None:

@@ -6,6 +6,7 @@ turn is its parent. A turn that continues none begins a branch: a subagent, a co
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,16 +33,24 @@ class Turn:
 
 def parents(turns: Sequence[Turn]) -> list[int | None]:
     """Return for each turn the position of the turn that it continues; None begins a branch. Of equal candidates the
-    newest is taken: a client that asked twice goes on with the completion that it got last."""
+    newest is taken: a client that asked twice goes on with the completion that it got last. The longest are looked at
+    first, so that a turn of a linear agent is compared with one other."""
     found: list[int | None] = []
+    by_length: list[tuple[int, int]] = []  # (length of the sequence, position), ascending
     for place, turn in enumerate(turns):
-        best, longest = None, -1
-        for earlier in range(place):
-            sequence = turns[earlier].sequence
-            if len(sequence) >= longest and turn.prompt_ids[: len(sequence)] == sequence:
-                best, longest = earlier, len(sequence)
-        found.append(best)
+        fitting = by_length[: bisect.bisect_right(by_length, (len(turn.prompt_ids), place))]
+        found.append(next((earlier for _, earlier in reversed(fitting) if _continues(turn, turns[earlier])), None))
+        bisect.insort(by_length, (len(turn.prompt_ids) + len(turn.token_ids), place))
     return found
+
+
+def _continues(turn: Turn, earlier: Turn) -> bool:
+    """Return whether the sequence of `earlier` begins the prompt of `turn`. What differs is mostly its completion."""
+    start = len(earlier.prompt_ids)
+    return (
+        turn.prompt_ids[start : start + len(earlier.token_ids)] == earlier.token_ids
+        and turn.prompt_ids[:start] == earlier.prompt_ids
+    )
 
 
 def branches(turns: Sequence[Turn]) -> list[tuple[int, ...]]:

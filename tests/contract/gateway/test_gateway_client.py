@@ -17,6 +17,7 @@ from vime.gateway import messages as m
 from vime.gateway.client import GatewayClient, RefusedError
 from vime.gateway.scripted import HOSTILE
 from vime.gateway.tokens import Scope
+from vime.handoff.round_ledger import RoundLedger
 from vime.types import VimeError
 from vime.utils.http import HttpSession
 from vime.utils.http import Response as HttpResponse
@@ -85,6 +86,34 @@ def test_a_call_is_repeated_when_the_server_wants_it_and_a_wait_that_is_no_numbe
         asyncio.run(call(f"http://127.0.0.1:{served.server_address[1]}"))
         served.shutdown()
     assert waited == [7.0, 0.2, 0.4, 60.0]
+
+
+def test_a_queue_that_is_full_for_longer_than_a_gateway_may_be_away_is_waited_for(tmp_path: Path) -> None:
+    """A round may train for longer than the patience; the job took the run for over, and said so."""
+    run = GatewayRun(tmp_path, max_tokens=10)  # a group has 2 samples of 5 tokens
+    try:
+        first, second = lease(run.client("job-a"), 2)
+        assert run.client("job-a").post("/v1/groups", json=group_of(first)).status_code == 200
+        put = msgspec.convert(group_of(second), m.PutGroup)
+
+        async def call() -> m.Put:
+            client = GatewayClient(
+                run.server.url, run.tokens.make("job-a", (Scope.TRAIN,), seconds=600), patience_s=0.5
+            )
+            try:
+                calling = asyncio.create_task(client.call("/v1/groups", put, m.Put))
+                done, _ = await asyncio.wait([calling], timeout=3.5)  # `Retry-After` is 1 s
+                assert not done, calling.exception()
+                taken = run.port.call(RoundLedger.lease, 0, version=0, holder="t", count=1).lease
+                run.port.call(RoundLedger.trained, 0, taken.fence)
+                async with asyncio.timeout(30):
+                    return await calling
+            finally:
+                await client.close()
+
+        assert asyncio.run(call()).is_committed
+    finally:
+        run.close()
 
 
 PART = 1000

@@ -215,3 +215,34 @@ def test_a_manager_that_dies_while_it_keeps_what_a_stop_cut_costs_no_group(
     assert {note.name for note in notes.iterdir()} == {"trainer.optimizer.2", "manager.keep.1"}
     assert len(finished.events("run_restarted")) == 1
     assert_every_round_trained_once(finished, 4, last_checkpoint=None)
+
+
+SLOW_WHEN_EVALUATED = '''"""An evaluation takes longer than a lease lasts."""
+
+import asyncio
+
+
+async def reward(args, sample, **kwargs):
+    if sample.label == "slow":
+        await asyncio.sleep(9.0)
+    return float(len(set(sample.tokens)) % 3)
+'''
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_round_waits_for_the_trainers_for_longer_than_a_lease_lasts(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """As it does in real runs, whose rounds train for longer than the 600 s of a lease."""
+    (tmp_path / "slow.py").write_text(SLOW_WHEN_EVALUATED)
+    [first, *_] = tiny_task.prompts.read_text().splitlines()
+    (tmp_path / "held.jsonl").write_text(json.dumps(json.loads(first) | {"label": "slow"}) + "\n")
+    flags = [
+        *tiny_task.flags(), *STREAMING, "--transferqueue-max-staleness", "1",
+        "--num-rollout", "3", "--save-interval", "1",
+        "--custom-rm-path", f"{tmp_path / 'slow.py'}:reward", "--transferqueue-lease-timeout-secs", "6",
+        "--eval-prompt-data", "held", str(tmp_path / "held.jsonl"), "--eval-interval", "1", "--max-restarts", "0",
+        "--debug-engine-module", "vime.backends.vllm_utils.scripted_server",
+    ]  # fmt: skip
+    finished = train(flags, tmp_path / "run", script="train_async.py")
+    assert finished.code == 0, finished.output
+    assert_every_round_trained_once(finished, 3, last_checkpoint=2)

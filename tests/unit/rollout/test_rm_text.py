@@ -1,6 +1,11 @@
 """Graders of text: each finds the answer where its data set's convention puts it."""
 
+import re
+from itertools import accumulate
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vime.rollout.rm_text import after_thinking, boxed, choice_score, dapo_score, token_f1
 
@@ -13,10 +18,29 @@ from vime.rollout.rm_text import after_thinking, boxed, choice_score, dapo_score
         (r"\fbox{3} \boxed {4}", "4"),
         ("nothing", None),
         (r"\boxed{}", ""),
+        (r"} \boxed{a{b}c} {", "a{b}c"),
+        (r"\boxed{a \boxed{b} c}", "b"),
+        (r"\boxed{a \boxed{b c}", "b c"),
     ],
 )
 def test_the_last_whole_box_is_found(text, found):
     assert boxed(text) == found
+
+
+@given(st.lists(st.sampled_from(["{", "}", r"\boxed{", r"\fbox {", "x", "\\"]), max_size=14).map("".join))
+def test_a_box_is_found_by_counting_braces_from_its_own(text):
+    found = None
+    for start in [match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]:
+        depths = list(accumulate({"{": 1, "}": -1}.get(letter, 0) for letter in text[start:]))
+        if -1 in depths:
+            found = text[start : start + depths.index(-1)]
+    assert boxed(text) == found
+
+
+@pytest.mark.timeout(20)
+def test_a_completion_that_repeats_an_open_box_takes_no_minutes():
+    """It was quadratic: 65 s for 8,000, on the loop that generates."""
+    assert boxed(r"\boxed{" * 200_000) is None
 
 
 def test_the_part_behind_the_reasoning_is_found():
