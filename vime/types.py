@@ -399,12 +399,14 @@ KEY_HEADER = "X-Vime-Key"  # the HTTP header that carries a key of the run to an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAddress:
-    """The address of one engine, and the key for its control routes. `name` is stable over restarts."""
+    """The address of one engine, and the key for its control routes. `name` is stable over restarts; `start` is not: an
+    engine that is back at its old URL has neither connection nor weights of before."""
 
     name: str
     url: str
     key: str = field(default="", repr=False)
     num_workers: int | None = None  # that have to confirm weights; None: not known
+    start: str = field(default="", repr=False)
 
     @property
     def headers(self) -> dict[str, str]:

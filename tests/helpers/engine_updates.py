@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -39,10 +39,19 @@ class Pusher:
 
     def push_tensors(self, pairs: Mapping[str, torch.Tensor], adapter: AdapterInfo | None = None) -> None:
         """One update; with `adapter` these are its tensors."""
+        metadata = [TensorMeta.of(name, tensor) for name, tensor in pairs.items()]
+        self.push_stream(iter(pairs.items()), metadata, adapter)
+
+    def push_stream(
+        self,
+        stream: Iterator[tuple[str, torch.Tensor]],
+        metadata: Sequence[TensorMeta],
+        adapter: AdapterInfo | None = None,
+    ) -> None:
         self.version += 1
         publish(
-            iter(pairs.items()),
-            [TensorMeta.of(name, tensor) for name, tensor in pairs.items()],
+            stream,
+            metadata,
             version=self.version,
             fleet=self.fleet,
             sender=self._sender,

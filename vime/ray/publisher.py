@@ -40,7 +40,7 @@ class Publishing:
         self._config, self._run_dir, self._rank = config, run_dir, rank
         self.needs_every_rank = has_many_senders(config)
         self._publisher: Publisher | None = None
-        self._with_base: set[str] = set()  # engines that have the model for which they get adapters
+        self._with_base: set[EngineAddress] = set()  # that have the model for which they get adapters
 
     def publish(self, actor: TrainEngine, version: Version, engines: list[EngineAddress]) -> Sent:
         """Collective over the ranks that hold shards. Returns what this rank sent; None: to no engine. One of several
@@ -62,7 +62,7 @@ class Publishing:
             for stream in streams.values():
                 for _ in stream:  # its collectives are reached by every rank, also when a sender failed
                     pass
-        self._with_base = {address.url for address in engines}  # not those that are lost now: they come back without
+        self._with_base = set(engines)  # not those that are lost now: they come back without
         return report
 
     def _streams(
@@ -74,7 +74,7 @@ class Publishing:
             return {"model": actor.export_weights()}
         trained = cast("AdapterEngine", actor)
         adapter = {"adapter": trained.export_adapter()}
-        has_base = {address.url for address in engines} <= self._with_base
+        has_base = set(engines) <= self._with_base
         return adapter if has_base else {"base": trained.export_base(), **adapter}
 
     def _send(
@@ -137,8 +137,10 @@ class Publisher:
         weights, self._deadline_s = config.weights, update_deadline_s(config)
         self._config = weights
         self._is_released_by_driver = config.cluster.colocate  # when the engines' cache has its memory again
-        may_lose = may_lose and weights.update_weight_transport in EACH_BY_ITSELF
-        self._fleet = FleetControl(engines, timeout_s=self._deadline_s, may_lose=may_lose)
+        may_lose = may_lose and weights.update_weight_transport in EACH_BY_ITSELF and len(engines) > 1
+        # One that hangs takes half of the update's time, which leaves the other half to those that do not.
+        call_s = self._deadline_s / 2 if may_lose else self._deadline_s
+        self._fleet = FleetControl(engines, timeout_s=call_s, may_lose=may_lose)
         directory = Path(weights.update_weight_disk_dir) if weights.update_weight_disk_dir else run_dir / "weights"
         self._sender = make_sender(
             weights.update_weight_transport,

@@ -266,6 +266,25 @@ def test_an_engine_that_does_not_resume_has_not_confirmed(two_fakes, tmp_path):
     assert [entry.engine for entry in report.engine_reports] == ["e0"]
 
 
+@pytest.mark.parametrize("transport", ["shm", "disk"])
+@pytest.mark.parametrize("route", [UPDATE_ROUTE, "/init_weight_transfer_engine", "/resume"])
+def test_an_engine_that_hangs_in_an_update_is_left_out_while_there_is_time_for_the_others(
+    transport, route, two_fakes, qwen3_dir, tmp_path
+):
+    first, second, _ = two_fakes
+    second.faults.stall[route] = threading.Event()
+    flags = ["--device", "cpu", "--update-weight-transport", transport, "--update-weight-buffer-size", "1024"]
+    config = parse([*flags, "--update-weight-timeout-secs", "4", "--hf-checkpoint", str(qwen3_dir)])
+    publisher = Publisher(config, tmp_path, [first.address, second.address], may_lose=True)
+    try:
+        metadata = [TensorMeta.of(name, tensor) for name, tensor in WEIGHTS.items()]
+        report = publisher.publish(iter(WEIGHTS.items()), metadata, 1)
+    finally:
+        second.faults.stall[route].set()
+        publisher.close()
+    assert [entry.engine for entry in report.engine_reports] == ["e0"]
+
+
 def test_control_calls_arrive_in_the_sacred_order(two_fakes, tmp_path):
     first, _, control = two_fakes
     send_small(control, "shm", tmp_path)

@@ -36,6 +36,7 @@ from vime.rollout.abort_scope import AbortScope
 from vime.rollout.engine_client import EngineClient
 from vime.rollout.exchanges import Completion
 from vime.types import ConfigError, EngineAddress, EngineError, PublishError
+from vime.weights.plan import TensorMeta
 
 
 @pytest.fixture
@@ -75,6 +76,27 @@ def test_an_engine_that_was_left_with_half_of_a_broadcast_computes_with_all_of_t
     assert difference(sample(vllm_engine.url, [9, 8, 7], 20), model, [9, 8, 7]) < BOUND
     assert prompt_difference(pusher.fleet, model) < BOUND
     pusher.close()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_an_engine_whose_trainer_went_between_two_buckets_takes_the_next_update(share, vllm_engine, model, pusher):
+    """vLLM holds the update open; an engine of others outlives the run that began it."""
+    tiny_models.perturb(model, seed=30)
+    weights = dict(tiny_models.stream(model))
+
+    def ending():
+        for number, pair in enumerate(weights.items()):
+            if number == int(share * len(weights)):
+                raise OSError("the trainer went")
+            yield pair
+
+    metadata = [TensorMeta.of(*pair) for pair in weights.items()]
+    with pytest.raises(PublishError, match="the trainer went"):
+        pusher.push_stream(ending(), metadata)
+    tiny_models.perturb(model, seed=31)
+    pusher.push(model)
+    assert difference(sample(vllm_engine.url, [9, 8, 7], 20), model, [9, 8, 7]) < BOUND
+    assert prompt_difference(pusher.fleet, model) < BOUND
 
 
 def test_a_repeated_prompt_is_not_answered_from_the_cache_of_the_old_weights(vllm_engine, model, pusher):

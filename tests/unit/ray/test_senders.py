@@ -121,7 +121,8 @@ def test_every_rank_gathers_the_base_again_when_one_engine_has_come_back(config:
     lora = replace(config, lora=replace(config.lora, lora_rank=4))
     ranks = [Publishing(lora, Path("unused"), rank) for rank in range(3)]
     back = [ENGINES[0], replace(ENGINES[1], url="http://new"), ENGINES[2]]
-    for engines, taken in ((ENGINES, 12), (ENGINES, 10), (back, 12), (ENGINES[:1], 10), (back, 12)):
+    again = [back[0], replace(back[1], start="by its owner, at the same URL"), back[2]]
+    for engines, taken in ((ENGINES, 12), (ENGINES, 10), (back, 12), (ENGINES[:1], 10), (back, 12), (again, 12)):
         exports = [Exporting() for _ in ranks]
         for rank, trained in zip(ranks, exports, strict=True):
             rank.publish(cast("Any", trained), 7, engines)

@@ -196,6 +196,10 @@ def test_an_engine_that_was_started_anew_or_as_another_is_lost(tmp_path, model, 
     engine.about = about_module.About(argv=engine_command(config, index=7, host="", port=1)[3:])
     with pytest.raises(EngineLostError, match="was started anew by its owner"):
         mine.check_health(10, is_updating=False)
+    before = mine.address
+    mine.wait_ready(10)
+    assert mine.address.url == before.url
+    assert mine.address != before, "whoever holds a connection for weights has to make a new one"
     engine.about = about_module.About(argv=["--model", str(model), "--dtype", "half"])
     with pytest.raises(WaitTimeoutError, match="it has --dtype half, expected --dtype float32"):
         mine.wait_ready(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,7 @@ class EngineProcess(ServerProcess):
             url=f"http://{host}:{port}",
             key=self.keys.control,
             num_workers=config.cluster.rollout_num_gpus_per_engine if num_nodes > 1 else None,
+            start=uuid.uuid4().hex,  # its port may be one that an engine before it had
         )
         super().__init__(
             self.address.name,

@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlencode
@@ -106,7 +107,6 @@ class ExternalEngine:
         self.address = EngineAddress(name=self.name, url=f"http://{place}", key=keys.control)
         self._http = HttpThread(f"vime-{self.name}")
         self._engine = _Asked(place, keys, self._http)
-        self._instance = ""
 
     def wait_ready(self, deadline_s: float) -> None:
         """Return when it responds, is what the run needs, and belongs to it. WaitTimeoutError at the deadline, with
@@ -119,7 +119,7 @@ class ExternalEngine:
                     found = [*differences(self._config, facts), *self._engine.missing_routes()]
                     if not found:
                         self._claim()
-                        self._instance = facts["instance"]
+                        self.address = replace(self.address, start=facts["instance"])
                         return
                     wrong = "; ".join(found)
                 except EngineError as error:
@@ -133,7 +133,7 @@ class ExternalEngine:
         self._claim(deadline_s)
         if is_updating:
             return None
-        if (instance := self._engine.facts(deadline_s)["instance"]) != self._instance:
+        if (instance := self._engine.facts(deadline_s)["instance"]) != self.address.start:
             raise EngineLostError(f"{self.name} at {self._place} was started anew by its owner ({instance}).")
         return self._engine.read(WEIGHTS_ROUTE, HeldWeights, deadline_s)["weight_version"]
 

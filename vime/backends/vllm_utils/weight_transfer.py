@@ -173,14 +173,18 @@ class UpdateWorker:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[UpdateInfo], None]
     finish_weight_update: Callable[[], None]
+    _weight_update_active: bool
     # of its model runner, with --enable-lora
     add_lora: Callable[[LoRARequest], bool]
     list_loras: Callable[[], set[int]]
 
     def vime_update_weights(self, update_info: UpdateInfo) -> WorkerWeights:
-        """Load a bucket; an update begins with its first and ends with its last. Returns `vime_weight_report`."""
+        """Load a bucket; an update begins with its first and ends with its last. Returns `vime_weight_report`.
+
+        One whose sender went between two buckets is given up when the next one begins."""
         self.weight_transfer_engine.check_call(update_info)
         if update_info["index"] == 0:
+            self._weight_update_active = False  # vLLM has no call for it; `VimeEngine` clears what was half loaded
             self.start_weight_update()
         self.update_weights(update_info)
         if is_last(update_info):
