@@ -204,6 +204,7 @@ class AgentServer:
 
     async def retire(self, live: Live) -> None:
         """Note that the rows of the session were taken; the oldest of many is deleted."""
+        live.let_go()
         ended, most = self._ended_here, KEPT_SESSIONS
         if self._outlives and live.session.claim is not None:
             ended, most = self._ended, self._most_ended

@@ -19,7 +19,7 @@ Span = tuple[TokenId, TokenId, VersionNumber]
 Code = Literal[
     "not_this_message", "unknown_encoding", "invalid", "unauthorized", "forbidden", "no_such_call", "unknown_lease",
     "unknown_version", "unknown_file", "no_such_range", "lease_lost", "other_sample", "other_content", "run_over",
-    "unconfirmed_version", "wrong_hash", "body_missing", "too_many_calls", "no_room",
+    "unconfirmed_version", "mixed_versions", "wrong_hash", "body_missing", "too_many_calls", "no_room",
     "unavailable", "failed", "internal", "too_large",
 ]  # fmt: skip
 

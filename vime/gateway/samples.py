@@ -46,6 +46,7 @@ class Limits:
     calls_per_s: float = 200.0  # of one token, on average; twice as many at once
     failures_per_s: float = 20.0  # calls without a valid token, of all callers together
     max_partial_bytes: int = 256 << 20  # samples of one producer whose groups are not whole
+    mixed_versions: str = "correct"  # what is done with a completion of several versions: --mixed-version-policy
     has_capacity: bool = True  # the queue has a bound, so the ledger is asked for room before a group is stored
 
 
@@ -117,6 +118,38 @@ def check_samples(
                 "one reward for all rows of a sample",
             )
     return checked
+
+
+def refuse_mixed(checked: Mapping[int, CheckedRows]) -> None:
+    """Refuse a row whose trained tokens several versions have sampled."""
+    for index, rows in checked.items():
+        for row in rows:
+            versions = _trained_versions(row)
+            if len(versions) > 1:
+                raise Refusal(
+                    422,
+                    "mixed_versions",
+                    f"sample {index}: several versions have sampled it, and the run trains no such group.",
+                    got=f"versions {sorted(versions)[:8]}",
+                    expected="one version in each completion (--mixed-version-policy reject)",
+                    next_action="Give the lease back, or drop it with the reason mixed_versions.",
+                )
+
+
+def mask_mixed(rows: Iterable[Checked]) -> int:
+    """Take the tokens out of the loss that are older than the newest of their row; return how many were in it."""
+    num_masked = 0
+    for row in rows:
+        newest = max(_trained_versions(row), default=0)
+        for span in row.spans:
+            if span.version < newest:
+                num_masked += int(row.loss_mask[span.start : span.end].sum())
+                row.loss_mask[span.start : span.end] = 0
+    return num_masked
+
+
+def _trained_versions(row: Checked) -> set[Version]:
+    return {span.version for span in row.spans if row.loss_mask[span.start : span.end].any()}
 
 
 def fill(prompts: Iterable[tuple[Sample, CheckedRows]], attempt: int) -> list[Sample]:

@@ -36,8 +36,10 @@ from vime.gateway.samples import (
     check_samples,
     fill,
     invalid,
+    mask_mixed,
     own_content,
     own_prompts,
+    refuse_mixed,
 )
 from vime.gateway.weights import Weights
 from vime.handoff.group_store import EncodedGroup, GroupStore
@@ -64,6 +66,7 @@ NO_PAYLOAD = Payload(checksum=0, num_bytes=0, num_tokens=0, num_rows=0, min_vers
 """The ledger refuses to commit it: it only asks whether an attempt is committed already."""
 
 
+MOST_REASONS, OTHER = 64, "other"
 STOP_POLL_S = 1.0
 RATE_S = 180.0
 _OWN_LATE = Refusal(
@@ -115,6 +118,10 @@ class Job:
         self.commits.append(time.monotonic())
         self.forget_old_commits()
 
+    def note_drop(self, reason: str) -> None:
+        """Reasons are the job's own text: those of the first groups are told apart."""
+        self.dropped[reason if reason in self.dropped or len(self.dropped) < MOST_REASONS else OTHER] += 1
+
     def forget_old_commits(self) -> None:
         while self.commits and self.commits[0] < time.monotonic() - RATE_S:
             self.commits.popleft()
@@ -148,6 +155,8 @@ class Gateway:
         self.evaluations = Evaluations(weights, self._lease)
         self.is_stopping = False  # set from any thread: calls that wait end within STOP_POLL_S
         self.jobs: dict[str, Job] = {}
+        self.rewards: list[float] = []  # of the samples of committed groups; the run takes them away
+        self.masked_tokens = 0  # of committed groups
         self._samples: dict[Task, dict[int, Rows]] = {}  # of groups that are not whole, by index
         self._owner: dict[Task, str] = {}  # of these groups
         self._partial: dict[str, dict[Task, int]] = {}  # producer -> bytes in the spool of groups that are not whole
@@ -346,7 +355,8 @@ class Gateway:
     async def drop(self, producer: str, call: m.EndLease) -> m.Ended:
         """The group will never be trained."""
         ended = await self._end(producer, call, PromptLedger.drop)
-        self.job(producer).dropped[call.reason] += not ended.repeated
+        if not ended.repeated:
+            self.job(producer).note_drop(call.reason)
         return ended
 
     async def give_back(self, producer: str, call: m.EndLease) -> m.Ended:
@@ -415,6 +425,8 @@ class Gateway:
 
     async def _commit(self, producer: str, task: Task, prompts: Sequence[tuple[Sample, CheckedRows]]) -> None:
         """Store and commit a group, in the steps of `RolloutWorker.keep`. `prompts`: each with what the job made."""
+        is_masked = self.limits.mixed_versions == "mask"
+        num_masked = mask_mixed(row for _, rows in prompts for row in rows) if is_masked else 0
         samples = fill(prompts, task.attempt)
         try:
             group, payload = self._encode(_ledger_name(producer), samples)
@@ -430,6 +442,8 @@ class Gateway:
         self._forget(task)
         self._partial.get(producer, {}).pop(task, None)
         self.job(producer).note_commit()
+        self.masked_tokens += num_masked
+        self.rewards += {sample.index: sample.scalar_reward(self.limits.reward_key) for sample in samples}.values()
 
     async def _admit(self, task: Task, payload: Payload) -> None:
         """Refuse a group for which the queue has no room now, or never will."""
@@ -509,7 +523,7 @@ class Gateway:
         self, producer: str, given: Mapping[int, Rows], wanted: Sequence[Sample | int], *, is_whole: bool
     ) -> dict[int, CheckedRows]:
         weights = self.weights
-        return check_samples(
+        checked = check_samples(
             given,
             [place.index if isinstance(place, Sample) else place for place in wanted],
             self.limits,
@@ -517,6 +531,9 @@ class Gateway:
             newest=weights.newest(producer),
             is_whole=is_whole,
         )
+        if self.limits.mixed_versions == "reject":
+            refuse_mixed(checked)
+        return checked
 
     def _prompt(self, producer: str, issued: IssuedPrompt) -> m.Prompt:
         samples = self._prompts.group_at(issued.task.group)

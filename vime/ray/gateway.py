@@ -40,7 +40,6 @@ from vime.rollout.group_worker import WorkerStats
 from vime.rollout.group_writer import GroupWriter
 from vime.rollout.partial import num_response_tokens
 from vime.rollout.prompts import context_limit
-from vime.rollout.sample_rows import by_sample
 from vime.rollout.worker import has_capacity, payload_of
 from vime.types import EngineReport, Sample, Version
 from vime.utils.waits import waiting
@@ -105,7 +104,6 @@ class GatewayActor(WorkerProcess):
             lease_key=tokens.lease_key,
         )
         self._taken = WorkerStats()  # what `_take_stats` has reported
-        self._rewards: list[float] = []
         self._counting = threading.Lock()  # of `_taken`: the next report may be asked for while statistics are taken
         queue = config.queue
         self._server = GatewayServer(
@@ -175,7 +173,8 @@ class GatewayActor(WorkerProcess):
             stats = self._counted()
             self._taken.committed_groups += stats.committed_groups
             self._taken.dropped += stats.dropped
-            del self._rewards[: len(stats.rewards)]
+            self._taken.partial.masked_tokens += stats.partial.masked_tokens
+            del self._gateway.rewards[: len(stats.rewards)]
         return stats, []
 
     def close(self) -> None:
@@ -198,7 +197,8 @@ class GatewayActor(WorkerProcess):
     def _counted(self) -> WorkerStats:
         """Return what was counted since `_take_stats`. Calls of jobs are counted meanwhile, on the server's loop."""
         jobs = list(self._gateway.jobs.values())
-        stats = WorkerStats(rewards=list(self._rewards))
+        stats = WorkerStats(rewards=list(self._gateway.rewards))
+        stats.partial.masked_tokens = self._gateway.masked_tokens - self._taken.partial.masked_tokens
         stats.committed_groups = sum(job.committed for job in jobs) - self._taken.committed_groups
         for job in jobs:
             stats.dropped.update(dict(job.dropped))  # copied in one step
@@ -257,7 +257,6 @@ class GatewayActor(WorkerProcess):
         """As a rollout worker does. The producer's name says which gateway put the rows into the queue."""
         place, name = self._store.partition, f"{producer}.{self._mark}"
         group = encoded_group(self._args, samples, partition_id=place, producer_id=name, with_samples=True)
-        self._rewards += [rows[0].scalar_reward(self._args.reward_key) for rows in by_sample(samples)]
         return group, payload_of(group, samples)
 
 
@@ -295,5 +294,6 @@ def _limits(config: Config) -> Limits:
         evaluates=not config.cluster.num_engines and config.eval.has_sets,
         reward_key=args.reward_key or "",
         extra_fields=tuple(args.transfer_queue_extra_data_fields),
+        mixed_versions=queue.mixed_version_policy or "correct",
         has_capacity=has_capacity(args),
     )

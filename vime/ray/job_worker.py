@@ -20,7 +20,7 @@ from vime.handoff.ledger_types import Task
 from vime.rollout.generation import eval_sampling_params
 from vime.rollout.group_worker import UNUSABLE, Assignment, GroupWorker, generate_and_rm_group
 from vime.rollout.loops import raise_first
-from vime.rollout.partial import oldest_allowed
+from vime.rollout.partial import MIXED, oldest_allowed
 from vime.rollout.reward_errors import ErrorShare, error_of
 from vime.types import LARGEST_REWARD, EngineError, Sample, SampleStatus, Version, VimeError
 from vime.utils.waits import waiting
@@ -223,7 +223,14 @@ class JobWorker(GroupWorker):
         """Put the group; it counts when this returns."""
         given = [self._given(sample, self._registered.extra_fields) for sample in samples]
         self._being_put.add(assignment.task)
-        await self._put("/v1/groups", m.PutGroup(lease=self._leases[assignment.task], samples=given), m.Put)
+        try:
+            await self._put("/v1/groups", m.PutGroup(lease=self._leases[assignment.task], samples=given), m.Put)
+        except RefusedError as error:
+            if error.code != MIXED:
+                raise
+            self._being_put.discard(assignment.task)
+            await self.settle_mixed(assignment, samples)
+            return
         self.stats.committed_groups += 1
 
     async def _put(self, path: str, put: m.PutGroup | m.PutEvaluated, kind: type[m.Put] | type[m.Evaluated]) -> None:

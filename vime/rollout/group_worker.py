@@ -174,8 +174,8 @@ class GroupWorker(ABC):
         if reason is None:
             stats.rewards += [rows[0].scalar_reward(args.reward_key) for rows in by_sample(samples)]
             reason = settle_versions(args, samples, stats.partial, oldest=self.oldest(samples))
-        if reason == MIXED and args.stale_policy == "retry":
-            await self.give_back(assignment, samples, MIXED)
+        if reason == MIXED:
+            await self.settle_mixed(assignment, samples)
             return
         if reason is None:
             verdict = filter_verdict(args, samples)
@@ -186,6 +186,13 @@ class GroupWorker(ABC):
             await self.keep(assignment, samples)
         else:
             await self.drop(assignment, samples, reason)
+
+    async def settle_mixed(self, assignment: Assignment, samples: list[Sample]) -> None:
+        """Give back or drop a group that --mixed-version-policy reject does not train, as --stale-policy says."""
+        if self._args.stale_policy == "retry":
+            await self.give_back(assignment, samples, MIXED)
+        else:
+            await self.drop(assignment, samples, MIXED)
 
     async def drop(self, assignment: Assignment, samples: list[Sample], reason: str) -> None:
         self.stats.dropped[reason] += 1

@@ -14,8 +14,8 @@ from vime.rollout.sample_rows import by_sample
 from vime.types import Sample, SampleStatus
 
 TASK_KEY = "reasoning_gym"  # written by `reasoning_gym_tasks`
-MAX_SOURCES, OTHER = 16, "other"
-"""How many sources have metrics of their own; the rarer ones of a round count together."""
+MAX_SOURCES, MAX_REASONS, OTHER = 16, 32, "other"
+"""How many sources, and reasons of drops, have metrics of their own; the rarer ones of a round count together."""
 SHORTEST = 16
 """Completions with fewer tokens share one length bucket; each further bucket is twice as wide."""
 
@@ -192,9 +192,17 @@ def version_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str
 
 
 def drop_metrics(dropped: Mapping[str, int]) -> dict[str, float]:
-    """Return the number of dropped groups, in all and by reason."""
-    total = {"rollout/dropped_groups": float(sum(dropped.values()))}
-    return total | {f"rollout/dropped_{reason}": float(count) for reason, count in sorted(dropped.items())}
+    """Return the number of dropped groups, in all and by reason. Reasons are text of plug-ins and jobs: the rarer ones
+    of a round count together."""
+    by_name = Counter[str]()
+    for reason, count in dropped.items():
+        by_name[metric_name(reason)] += count
+    frequent = {name for name, _ in by_name.most_common(MAX_REASONS)}
+    found = {"rollout/dropped_groups": float(sum(dropped.values()))}
+    for name, count in sorted(by_name.items()):
+        metric = f"rollout/dropped_{name if name in frequent else OTHER}"
+        found[metric] = found.get(metric, 0.0) + count
+    return found
 
 
 def percentile(ordered: Sequence[int], share: float) -> int:

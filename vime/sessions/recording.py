@@ -60,8 +60,12 @@ def branches(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
     is an attempt that the client gave up, and no sequence. A linear agent gives one.
     """
     above = parents(turns)
-    continued = {parent for parent in above if parent is not None}
-    went_on = {turns[place].prompt_ids for place in continued}
+    continued = set[int]()
+    for place in reversed(range(len(turns))):  # the last first: one that said nothing, and that none continues, counts not
+        parent = above[place]
+        if parent is not None and (turns[place].token_ids or place in continued):
+            continued.add(parent)
+    went_on = {turn.prompt_ids for place, turn in enumerate(turns) if place in continued and turn.token_ids}
     ends = [
         place
         for place, turn in enumerate(turns)

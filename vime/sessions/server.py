@@ -302,6 +302,7 @@ def _own(request: Request, admin_key: str) -> Live:
 
 def _described(live: Live) -> JSONResponse:
     session = live.session
+    turns, tokens = live.counts()
     return JSONResponse(
         {
             "id": session.id,
@@ -311,7 +312,7 @@ def _described(live: Live) -> JSONResponse:
             "reason": session.reason,
             "stopped": session.stopped,
             "reward": session.reward,
-            "turns": len(live.entries),
-            "tokens": sum(len(entry.turn.token_ids) for entry in live.entries),
+            "turns": turns,
+            "tokens": tokens,
         }
     )

@@ -94,6 +94,16 @@ class Live:
     context: contextvars.Context | None = None  # of its turns; None: that of the first who asks
     reserved: dict[asyncio.Future[None], int] = field(default_factory=dict)  # what each turn under way may sample
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when the session is not open any more
+    taken: tuple[int, int] | None = None  # turns and sampled tokens of one that holds its entries no longer
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many turns and sampled tokens it has."""
+        return self.taken or (len(self.entries), sum(len(entry.turn.token_ids) for entry in self.entries))
+
+    def let_go(self) -> None:
+        """Hold what was said no longer, of a session that has ended and whose rows were taken. Its file has it."""
+        self.taken = self.counts()
+        self.entries, self.asked = [], []
 
     def tokens_left(self) -> int | None:
         """Return what neither a recorded turn nor one under way has of the budget; None: there is no limit."""

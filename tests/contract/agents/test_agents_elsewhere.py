@@ -531,6 +531,25 @@ def test_the_oldest_of_many_sessions_that_have_ended_is_deleted_also_one_of_the_
     assert server._SERVERS[0]._kept == {}
 
 
+@pytest.mark.parametrize("flags", [STREAMING, ()])
+def test_a_session_whose_rows_were_taken_holds_nothing_of_what_was_said(listening: Listening, flags: Any) -> None:
+    """A hundred turns of an agent are 23 MB, and a thousand sessions that have ended are kept."""
+    args = listening.args(*flags)
+    future = listening.offer(args, sample())
+    task = listening.claim().json()
+    said = turn(task, "a")
+    assert turn(task, "a", said, "b")
+    before = finish(task, {"reward": 0.5})
+    assert [row.reward for row in future.result(60)] == [0.5]
+    (live,) = server._SERVERS[0].sessions.recorded_sessions()
+    assert (live.entries, live.asked) == ([], [])
+    again = finish(task, {"reward": 0.5})  # its first answer was lost
+    assert (again.status_code, again.json()) == (200, before.json())
+    assert again.json()["turns"] == 2
+    assert again.json()["tokens"] > 0
+    assert play_status(task) == 403
+
+
 def test_a_restart_that_lasts_longer_than_an_agent_may_be_silent_costs_no_session(listening: Listening) -> None:
     args = listening.args(*STREAMING, "--agent-timeout-secs", "4")
     future = listening.offer(args, sample())

@@ -7,8 +7,9 @@ import socket
 import msgspec
 import pytest
 
-from tests.helpers.gateway_run import GatewayRun, confirm, group_of, job_client, lease, own_of, sample
+from tests.helpers.gateway_run import HASH, GatewayRun, confirm, group_of, job_client, lease, own_of, sample
 from vime.gateway.messages import ErrorBody, Prompts, WeightManifest
+from vime.gateway.service import Job
 from vime.gateway.tokens import Scope
 from vime.handoff.ledger import CALLS, Ledger
 from vime.handoff.ledger_types import Admission, Task
@@ -316,6 +317,74 @@ def test_a_full_queue_tells_when_to_repeat_and_a_too_large_group_is_named(tmp_pa
         assert num_ready(run) == 1
     finally:
         run.close()
+
+
+def test_rewards_of_a_group_count_once_however_often_it_was_refused_for_want_of_room(tmp_path):
+    run = GatewayRun(tmp_path, max_tokens=10)
+    try:
+        client = run.client()
+        first, second = lease(client, 2)
+        assert client.post("/v1/groups", json=group_of(first)).status_code == 200
+        for _ in range(3):
+            refused(client.post("/v1/groups", json=group_of(second)), 429, "no_room")
+        assert run.gateway.rewards == [0.0, 1.0]
+    finally:
+        run.close()
+
+
+MIXED = [[0, 1, 0], [1, 3, 1]]
+"""The first token of a completion is of version 0, the others of version 1."""
+
+
+@pytest.mark.parametrize(("policy", "mask"), [("correct", [1, 1, 1]), ("mask", [0, 1, 1])])
+def test_the_run_decides_what_is_trained_of_a_completion_that_two_versions_sampled(tmp_path, policy, mask):
+    run = GatewayRun(tmp_path, limits={"mixed_versions": policy})
+    try:
+        client = run.client()
+        run.weights.release(WeightManifest(version=1, content_hash=f"{HASH}1", location="weights/1"))
+        confirm(client, 1)
+        whole, in_parts = lease(client, 2)
+        assert client.post("/v1/groups", json=group_of(whole, versions=MIXED)).status_code == 200
+        for one in group_of(in_parts, versions=MIXED)["samples"]:
+            put = client.post("/v1/samples", json={"lease": in_parts["lease"], "sample": one})
+            assert put.status_code == 200, put.text
+        assert client.post("/v1/groups/own", json=own_of(versions=MIXED)).status_code == 200
+        for task in (Task("train", number, 1) for number in range(3)):
+            *_, stored = [checksum for held, checksum, _ in run.spool.entries() if held == task]  # samples came before
+            assert [list(s.loss_mask) for s in run.store.samples(task, stored)] == [mask] * 2
+        assert run.gateway.masked_tokens == 6 * (3 - sum(mask))
+    finally:
+        run.close()
+
+
+def test_a_group_of_mixed_versions_is_refused_by_name_where_the_run_rejects_it_and_keeps_its_lease(tmp_path):
+    run = GatewayRun(tmp_path, limits={"mixed_versions": "reject"})
+    try:
+        client = run.client()
+        run.weights.release(WeightManifest(version=1, content_hash=f"{HASH}1", location="weights/1"))
+        confirm(client, 1)
+        [prompt] = lease(client)
+        bad = group_of(prompt, versions=MIXED)
+        refused(client.post("/v1/groups", json=bad), 422, "mixed_versions")
+        refused(
+            client.post("/v1/samples", json={"lease": prompt["lease"], "sample": bad["samples"][0]}),
+            422,
+            "mixed_versions",
+        )
+        refused(client.post("/v1/groups/own", json=own_of(versions=MIXED)), 422, "mixed_versions")
+        assert num_ready(run) == 0
+        fine = group_of(prompt, versions=MIXED, loss_mask=[0, 1, 1])  # the token of version 0 is not trained
+        assert client.post("/v1/groups", json=fine).status_code == 200
+        assert num_ready(run) == 1
+    finally:
+        run.close()
+
+
+def test_reasons_of_a_job_are_told_apart_until_there_are_many():
+    job = Job()
+    for number in range(1000):
+        job.note_drop(f"reason {number}")
+    assert (len(job.dropped), job.dropped["reason 0"], sum(job.dropped.values())) == (65, 1, 1000)
 
 
 def test_a_queue_without_a_bound_is_not_asked_for_room(tmp_path, monkeypatch):

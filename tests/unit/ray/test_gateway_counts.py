@@ -26,8 +26,9 @@ class Growing(Counter[str]):
 @pytest.fixture
 def gateway() -> Any:
     found: Any = GatewayActor.__new__(GatewayActor)
-    found._gateway = SimpleNamespace(jobs={"job": SimpleNamespace(committed=3, dropped=Growing(slow=2))})
-    found._taken, found._rewards, found._counting = WorkerStats(), [1.0, 0.0], threading.Lock()
+    jobs = {"job": SimpleNamespace(committed=3, dropped=Growing(slow=2))}
+    found._gateway = SimpleNamespace(jobs=jobs, rewards=[1.0, 0.0], masked_tokens=5)
+    found._taken, found._counting = WorkerStats(), threading.Lock()
     return found
 
 
@@ -39,7 +40,10 @@ def test_each_count_and_reward_is_taken_once(gateway: Any) -> None:
     assert gateway._stats().committed_groups == 3
     taken, _ = gateway._take_stats()
     assert (taken.committed_groups, taken.dropped, taken.rewards) == (3, {"slow": 2}, [1.0, 0.0])
+    assert taken.partial.masked_tokens == 5
     gateway._gateway.jobs["job"].committed += 1
-    gateway._rewards += [0.5]
+    gateway._gateway.rewards += [0.5]
+    gateway._gateway.masked_tokens += 1
     taken, _ = gateway._take_stats()
     assert (taken.committed_groups, taken.dropped, taken.rewards) == (1, {}, [0.5])
+    assert taken.partial.masked_tokens == 1

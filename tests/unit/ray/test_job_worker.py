@@ -105,9 +105,9 @@ def test_a_job_packs_its_columns(tmp_path):
     )  # fmt: skip
 
 
-def run_with(gateway, tmp_path, kind=JobWorker, loader=None) -> JobWorker:
+def run_with(gateway, tmp_path, kind=JobWorker, loader=None, flags=()) -> JobWorker:
     write_model_directory(tmp_path / "model")
-    args = make_args("--hf-checkpoint", tmp_path / "model", "--rm-type", "exact_match")
+    args = make_args("--hf-checkpoint", tmp_path / "model", "--rm-type", "exact_match", *flags)
 
     async def run():
         worker = kind(args, gateway, REGISTERED, loader or Loader(), num_prompts=2)
@@ -316,3 +316,38 @@ def test_a_group_of_weights_that_the_run_has_no_more_is_discarded_and_the_job_go
     gateway = ResumedGateway()
     stats = run_with(gateway, tmp_path, Generated, loader=gateway).stats
     assert (stats.late_groups, stats.committed_groups) == (1, 0)
+
+
+class RejectingGateway:
+    """Gives one prompt, and trains no group of mixed versions."""
+
+    def __init__(self) -> None:
+        self.num_leases, self.ended = 0, []
+        self.is_ended = asyncio.Event()
+
+    async def call(self, path, message, kind, **waits):
+        if kind is m.Alive:
+            return m.Alive(leases=["L"], serving=-1)
+        if path == "/v1/groups":
+            raise refused(path, "mixed_versions")
+        if kind is m.Ended:
+            self.ended.append((path, message.reason))
+            self.is_ended.set()
+            return m.Ended(repeated=False)
+        self.num_leases += 1
+        if self.num_leases > 1:
+            await self.is_ended.wait()
+            return m.Prompts(prompts=[], serving=-1, is_exhausted=True)
+        prompt = m.Prompt(lease="L", group=5, attempt=0, prompt="", tokens=[1], label=None, samples=[])
+        return m.Prompts(prompts=[prompt], serving=-1)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("policy", "path"), [("drop", "/v1/leases/drop"), ("retry", "/v1/leases/give-back")])
+def test_a_group_that_the_run_rejects_because_of_its_versions_is_settled_as_the_stale_policy_says(
+    tmp_path, policy, path
+):
+    gateway = RejectingGateway()
+    stats = run_with(gateway, tmp_path, Generated, flags=("--stale-policy", policy)).stats
+    assert gateway.ended == [(path, "mixed_versions")]
+    assert (stats.committed_groups, stats.dropped["mixed_versions"]) == (0, int(policy == "drop"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vime.config.parse import parse
-from vime.rollout.metrics import MAX_SOURCES, num_removed, pass_metrics, row_facts, sample_metrics
+from vime.rollout.metrics import MAX_SOURCES, drop_metrics, num_removed, pass_metrics, row_facts, sample_metrics
 from vime.rollout.prompts import read_prompts
 from vime.types import Sample
 
@@ -115,3 +115,15 @@ def test_a_sample_of_several_rows_is_left_out_once_and_only_with_all_of_them() -
     assert num_removed(row_facts(ARGS, rows)) == 1
     rows[6].remove_sample = True
     assert num_removed(row_facts(ARGS, rows)) == 2
+
+
+def test_reasons_of_drops_are_names_and_the_rarer_ones_count_together() -> None:
+    """A filter may put numbers into its reason, and a job outside may write anything."""
+    assert drop_metrics({"mixed_versions": 2, "reward 0.25 / low": 1, "reward 0.25: low": 3}) == {
+        "rollout/dropped_groups": 6.0, "rollout/dropped_mixed_versions": 2.0, "rollout/dropped_reward_0.25_low": 4.0,
+    }  # fmt: skip
+    found = drop_metrics({f"reason {number}": number + 1 for number in range(1000)})
+    assert len(found) == 34  # all, 32 by name, and the others
+    assert found["rollout/dropped_reason_999"] == 1000.0
+    assert found["rollout/dropped_groups"] == 500_500.0
+    assert sum(count for name, count in found.items() if name != "rollout/dropped_groups") == 500_500.0

@@ -102,6 +102,26 @@ def test_an_empty_first_completion_is_part_of_the_prompt() -> None:
     assert (row.tokens, row.prompt_length, row.loss_mask) == ([1, 9, 2], 2, [1])
 
 
+def test_a_completion_without_tokens_takes_no_row_away() -> None:
+    last = [turn(0, [1], [2]), turn(1, [1, 2, 9], [])]
+    assert branches(last) == [(0,)]
+    assert branches([*last, turn(2, [1, 2, 9], []), turn(3, [1, 2, 9, 9], [])]) == [(0,)]
+    asked_again = [turn(0, [1], []), turn(1, [1], [2])]
+    assert branches(asked_again) == [(1,)]
+
+
+@given(st.lists(st.tuples(SHORT, SHORT), max_size=9))
+def test_what_was_said_has_a_row_unless_another_completion_of_its_prompt_went_on(
+    pairs: list[tuple[list[int], list[int]]],
+) -> None:
+    turns = [turn(number, prompt, said) for number, (prompt, said) in enumerate(pairs)]
+    found = branches(turns)
+    assert bool(found) == any(one.token_ids for one in turns)
+    in_a_row = {place for path in found for place in path}
+    prompts = [turns[place].prompt_ids for place in in_a_row if turns[place].token_ids]
+    assert all(one.prompt_ids in prompts for one in turns if one.token_ids)
+
+
 def test_a_cut_completion_is_truncated() -> None:
     assert row_samples([turn(0, [1], [2], reason="length")], Sample())[0].status is SampleStatus.TRUNCATED
 
