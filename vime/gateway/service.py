@@ -27,7 +27,7 @@ import msgspec
 
 from vime.gateway import messages as m
 from vime.gateway.evaluation import Evaluations
-from vime.gateway.refusal import STOPPING, Refusal, lease_lost
+from vime.gateway.refusal import OWN_LATE, STOPPING, Refusal, lease_lost, own_refusal, shown
 from vime.gateway.samples import (
     CheckedRows,
     Limits,
@@ -69,15 +69,6 @@ NO_PAYLOAD = Payload(checksum=0, num_bytes=0, num_tokens=0, num_rows=0, min_vers
 MOST_REASONS, OTHER = 64, "other"
 STOP_POLL_S = 1.0
 RATE_S = 180.0
-_OWN_LATE = Refusal(
-    503,
-    "unavailable",
-    "storing the group took longer than a lease lasts.",
-    got="a group that was given up meanwhile",
-    expected="a spool and a queue that store it in time",
-    next_action="Repeat the same call after Retry-After.",
-    retry_after_s=1,
-)
 
 
 class Prompts(Protocol):
@@ -257,7 +248,7 @@ class Gateway:
                 grant = await self._own_slot(name, call, content)
             task = grant.task
             if task is None or grant.outcome is OwnOutcome.OTHER_CONTENT:
-                raise _refuse_own(call, grant)
+                raise own_refusal(call, grant)
             is_repeated = grant.outcome is OwnOutcome.COMMITTED
             if not is_repeated:
                 places = self._prompts.group_at(task.group)
@@ -266,7 +257,7 @@ class Gateway:
                     await self._commit(producer, task, prompts)
                 except Refusal as error:
                     if error.code == "lease_lost":  # its time was over before it was stored: the key is free again
-                        raise _OWN_LATE from error
+                        raise OWN_LATE from error
                     if not error.body.may_repeat:  # it will not come again as it was
                         await self._ledger.call_async(PromptLedger.drop, task, error.body.code)
                     raise
@@ -298,8 +289,8 @@ class Gateway:
                     409,
                     "other_sample",
                     f"sample {index} of this lease is stored already, with other content.",
-                    got=_shown(given),
-                    expected=f"the same call again: {_shown(have[index])}",
+                    got=shown(given),
+                    expected=f"the same call again: {shown(have[index])}",
                     next_action="Go on with the other samples, or give the lease back to begin anew.",
                 )
             if not is_repeated:
@@ -576,41 +567,6 @@ class Gateway:
 def _ledger_name(producer: str) -> str:
     """The producer's name in the ledger and in the audit: no worker of the run has it."""
     return f"{EXTERNAL}{producer}"
-
-
-def _shown(rows: Rows) -> str:
-    tokens = sum(len(row.tokens) // (4 if isinstance(row.tokens, bytes) else 1) for row in rows)
-    return f"{len(rows)} rows of {tokens} tokens, reward {rows[0].reward}"[:200]
-
-
-def _refuse_own(call: m.PutOwnGroup, grant: OwnGrant) -> Refusal:
-    if grant.outcome is OwnOutcome.OTHER_CONTENT:
-        return Refusal(
-            409,
-            "other_content",
-            f"key {call.key!r} names a group of this producer with other content.",
-            got=_shown(call.samples),
-            expected=f"what was put under this key as group {grant.task and grant.task.group}, byte for byte",
-            next_action="Choose another key for another group; this one counts once for the whole life of the run.",
-        )
-    if grant.outcome is OwnOutcome.OVER:
-        return Refusal(
-            409,
-            "run_over",
-            "the run is over: no round is left that could train this group.",
-            got=f"a group under key {call.key!r}",
-            expected="a run with rounds left",
-            next_action="Leave.",
-        )
-    return Refusal(
-        429,
-        "no_room",
-        "every slot is taken.",
-        got=f"a group under key {call.key!r}",
-        expected=grant.waits_for,
-        next_action="Repeat the same call after Retry-After: it keeps its place in the line.",
-        retry_after_s=1,
-    )
 
 
 def _refuse_late(error: TransitionError) -> NoReturn:

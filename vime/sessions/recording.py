@@ -61,9 +61,11 @@ def branches(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
     """
     above = parents(turns)
     continued = set[int]()
-    for place in reversed(range(len(turns))):  # the last first: one that said nothing, and that none continues, counts not
-        parent = above[place]
-        if parent is not None and (turns[place].token_ids or place in continued):
+    for end in reversed(
+        range(len(turns))
+    ):  # the last first: what said nothing, and is not continued, continues nothing
+        parent = above[end]
+        if parent is not None and (turns[end].token_ids or end in continued):
             continued.add(parent)
     went_on = {turn.prompt_ids for place, turn in enumerate(turns) if place in continued and turn.token_ids}
     ends = [

@@ -111,15 +111,9 @@ def test_a_completion_without_tokens_takes_no_row_away() -> None:
 
 
 @given(st.lists(st.tuples(SHORT, SHORT), max_size=9))
-def test_what_was_said_has_a_row_unless_another_completion_of_its_prompt_went_on(
-    pairs: list[tuple[list[int], list[int]]],
-) -> None:
+def test_a_session_that_said_something_has_a_row(pairs: list[tuple[list[int], list[int]]]) -> None:
     turns = [turn(number, prompt, said) for number, (prompt, said) in enumerate(pairs)]
-    found = branches(turns)
-    assert bool(found) == any(one.token_ids for one in turns)
-    in_a_row = {place for path in found for place in path}
-    prompts = [turns[place].prompt_ids for place in in_a_row if turns[place].token_ids]
-    assert all(one.prompt_ids in prompts for one in turns if one.token_ids)
+    assert bool(branches(turns)) == any(said for _, said in pairs)
 
 
 def test_a_cut_completion_is_truncated() -> None:
