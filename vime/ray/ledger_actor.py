@@ -32,6 +32,8 @@ from vime.utils.failpoints import Point, failpoint
 
 logger = logging.getLogger(__name__)
 EXPIRE_INTERVAL_S = 1.0
+CHECKED_BYTES_PER_S = 10**6
+"""Least speed at which a ledger's content is checked when it opens, on a slow core."""
 NEWS = "news of the ledger"
 
 
@@ -137,7 +139,8 @@ class LedgerClient:
         home: Options | None = None,
     ) -> LedgerClient:
         """Start the actor `vime-<run_id>-ledger` and wait until it responds. The driver calls it once; the actor lives
-        as long as any process holds a client of it. `home`: Ray's options for its node."""
+        as long as any process holds a client of it. `home`: Ray's options for its node. A start reads the whole file,
+        which `deadline_s` is extended by."""
         options: Options = {
             "name": f"vime-{run_id}-ledger",
             "num_cpus": LEDGER_CPUS,
@@ -145,6 +148,8 @@ class LedgerClient:
             "max_task_retries": -1,
             **(home or {}),
         }
+        path = run_dir / LEDGER_NAME
+        deadline_s += path.stat().st_size // CHECKED_BYTES_PER_S if path.exists() else 0
         client = cls(start_actor(LedgerActor, options, str(run_dir), rules, synchronous), deadline_s)
         client.pid()
         return client

@@ -22,10 +22,12 @@ import pytest
 from tests.helpers.agent_world import TOKENIZER, AgentWorld, agent_world
 from tests.helpers.chat_tokenizers import make_chat_tokenizer
 from tests.helpers.processes import assert_ended
-from tests.helpers.scripted_engine import Reply, Request
+from tests.helpers.scripted_engine import Failure, Reply, Request
 from vime.agents import server
 from vime.agents.generate import generate
 from vime.agents.task import AgentTask
+from vime.rollout import engine_client as client_module
+from vime.rollout.engine_client import MAX_ATTEMPTS
 from vime.rollout.exchanges import recording
 from vime.rollout.generation import engine_client, take_prompt_tokens, train_sampling_params
 from vime.rollout.group_worker import generate_and_rm_group, unusable_reason
@@ -548,6 +550,20 @@ def test_an_environment_gives_one_row_of_exactly_what_the_engine_saw_and_said(
     assert TOKENIZER.decode(requests[0]["token_ids"]).count("1+1=2") == 1
     assert ("Tools:" in TOKENIZER.decode(requests[0]["token_ids"])) is (name == "CallingGame")
     assert (requests[0]["sampling_params"]["max_tokens"] == 50) is (name == "Game")
+
+
+def test_an_environment_asks_again_while_no_engine_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that was lost takes longer to start again than a request to it is repeated."""
+
+    def away(request: Request) -> Reply | Failure:
+        return answer(request) if request.number == 0 or request.number > MAX_ATTEMPTS else Failure(503)
+
+    monkeypatch.setattr(client_module, "LONGEST_BACKOFF_S", 0.01)
+    with agent_world(tmp_path, away) as world:
+        [row] = world.generate(world.args("--environment", f"{HERE}:Game"), sample())
+        assert len(world.engine.requests) == MAX_ATTEMPTS + 3
+    assert (row.status, row.reward) == (SampleStatus.COMPLETED, 0.75)
+    assert row.weight_versions == [0, MAX_ATTEMPTS + 1, MAX_ATTEMPTS + 2]
 
 
 def test_an_environment_that_has_no_room_for_another_turn_gives_its_reward_for_what_was(world: AgentWorld) -> None:

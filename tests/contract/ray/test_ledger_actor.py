@@ -28,6 +28,7 @@ from vime.handoff.ledger_types import (
 )
 from vime.handoff.prompt_ledger import PromptLedger
 from vime.handoff.round_ledger import RoundLedger
+from vime.ray import ledger_actor
 from vime.ray.ledger_actor import LedgerClient
 
 DEADLINE_S = 60.0
@@ -44,6 +45,16 @@ def client(ray_cluster, tmp_path):
 def kill(client):
     """kill -9 of the ledger's process; nothing waits for the restart."""
     os.kill(client.pid(), signal.SIGKILL)
+
+
+def test_a_large_ledger_has_longer_to_be_checked_when_it_opens(ray_cluster, tmp_path, monkeypatch):
+    started = LedgerClient.start(tmp_path, RULES, run_id=tmp_path.name, deadline_s=DEADLINE_S)
+    started.close()
+    started._actor.kill()
+    monkeypatch.setattr(ledger_actor, "CHECKED_BYTES_PER_S", 1)
+    again = LedgerClient.start(tmp_path, RULES, run_id=f"{tmp_path.name}-2", deadline_s=DEADLINE_S)
+    assert again._deadline_s == DEADLINE_S + (tmp_path / ledger_actor.LEDGER_NAME).stat().st_size
+    again._actor.kill()
 
 
 def test_a_killed_ledger_goes_on_where_it_was(client, tmp_path):
