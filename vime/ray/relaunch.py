@@ -14,10 +14,13 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
+
+import psutil
 
 from vime.config.migration import SECRETS
 from vime.types import ClusterError
@@ -27,6 +30,7 @@ HANDED_ON = "VIME_AFTER_RAY"
 """In the environment of the new program: a `Loss`."""
 PR_SET_CHILD_SUBREAPER = 36
 END_S, POLL_S = 60.0, 0.02
+REAP_S = 60.0
 NUM_STREAMS = 3  # stdin, stdout, stderr
 
 
@@ -64,6 +68,7 @@ class Program:
         another Ray then take their dead raylet for alive."""
         if self.is_alone:
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            threading.Thread(target=_reap_orphans, name="vime-orphans", daemon=True).start()
 
     def end_what_is_left(self) -> None:
         """End all that the old program had started. Raises ClusterError for what does not end."""
@@ -104,6 +109,26 @@ class Program:
                 with contextlib.suppress(OSError):  # closed meanwhile
                     os.set_inheritable(int(name), False)  # as Ray's sockets and shared memory are not
         os.execve(sys.executable, sys.orig_argv, {**self._environment, HANDED_ON: json.dumps(asdict(loss))})
+
+
+def _reap_orphans() -> None:
+    """Reap children that ended REAP_S ago and that nobody has waited for: each agent's program that left a child behind
+    adds one, and a container has a limit of processes. Whoever started a child itself looks at it sooner."""
+    known = set[psutil.Process]()  # that had ended at the last look
+    while True:
+        time.sleep(REAP_S)
+        ended = {child for child in psutil.Process().children() if _has_ended(child)}
+        for child in ended & known:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)
+        known = ended
+
+
+def _has_ended(child: psutil.Process) -> bool:
+    try:
+        return bool(child.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # whoever started it has reaped it
+        return False
 
 
 def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -51,6 +51,28 @@ print(json.dumps([os.getpid(), dataclasses.asdict(program.loss), names, left]))
 """
 
 
+ORPHANS = """
+import json, subprocess, sys, time
+import psutil
+from vime.ray import relaunch
+relaunch.REAP_S = 0.5
+relaunch.Program().adopt_orphans()
+ends = time.monotonic() + 30
+mine = psutil.Process()
+def ended():
+    return [one.pid for one in mine.children() if one.status() == psutil.STATUS_ZOMBIE]
+subprocess.run(["sh", "-c", "sleep 0.1 & sleep 0.1 & sleep 0.1 &"], stdout=subprocess.DEVNULL, check=True)
+while len(ended()) < 3 and time.monotonic() < ends:
+    time.sleep(0.01)
+num_ended = len(ended())
+own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+code = own.wait()
+while ended() and time.monotonic() < ends:
+    time.sleep(0.01)
+print(json.dumps([num_ended, ended(), code]))
+"""
+
+
 def run(*command: str) -> list[list[object]]:
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -121,3 +143,8 @@ ctypes.CDLL(None).prctl(37, ctypes.byref(is_parent), 0, 0, 0)  # PR_GET_CHILD_SU
 print(is_parent.value)
 """
     assert run(sys.executable, "-c", code) == [0]
+
+
+def test_orphans_that_have_ended_are_reaped_and_the_code_of_an_own_child_is_not_lost() -> None:
+    """Three programs of agents that left a child behind."""
+    assert run(sys.executable, "-c", ORPHANS) == [[3, [], 7]]
