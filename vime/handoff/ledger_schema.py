@@ -130,10 +130,10 @@ def open_for_writing(
 
 
 def close_for_writing(connection: sqlite3.Connection, lock: int) -> None:
-    """Close what `open_for_writing` returned: the file alone is then the ledger."""
+    """Close what `open_for_writing` returned: the file alone is then the ledger, unless somebody reads it just now."""
     try:
-        fold_in(connection)
-        write_note(lock, Note.CLOSED)
+        if fold_in(connection):
+            write_note(lock, Note.CLOSED)
     finally:
         connection.close()
         os.close(lock)

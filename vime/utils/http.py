@@ -109,7 +109,7 @@ class HttpSession:
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise HttpTimeout(f"no response within {deadline_s:g} s") from error
-            is_unreachable = isinstance(error, aiohttp.ClientConnectorError)
+            is_unreachable = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
             raise (HttpUnreachable if is_unreachable else HttpFailure)(_described(error)) from error
 
     async def close(self) -> None:

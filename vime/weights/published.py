@@ -135,10 +135,13 @@ def metadata_of(directory: Path) -> list[TensorMeta]:
 
 
 def forget_before(run_dir: Path, oldest: Version) -> list[Version]:
-    """Delete the files of older versions and return their numbers."""
+    """Delete the files of older versions and return their numbers. The list of tensors goes first: killed in the middle
+    it leaves no version that looks whole, and what it leaves goes with the next call."""
     gone = [version for version in whole_versions(run_dir) if version < oldest]
-    for version in gone:
-        shutil.rmtree(version_directory(run_dir, version))
+    for directory in published_root(run_dir).glob("version_*"):
+        if int(directory.name.removeprefix("version_")) < oldest:
+            (directory / TENSORS_NAME).unlink(missing_ok=True)
+            shutil.rmtree(directory)
     return gone
 
 

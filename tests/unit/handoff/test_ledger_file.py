@@ -1,5 +1,6 @@
 import re
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.helpers.ledger_cases import RULES, Clock, checked, issue, lease, make_ready, open_ledger, payload, train
 from vime.handoff import ledger_store
 from vime.handoff.ledger import Ledger
+from vime.handoff.ledger_file import Note, read_note
 from vime.handoff.ledger_schema import MIGRATIONS, close_for_writing, open_for_reading, open_for_writing
 from vime.handoff.ledger_store import count_usage
 from vime.handoff.ledger_types import LedgerFileError, RoundOrder
@@ -193,3 +195,17 @@ def test_a_log_that_cannot_be_looked_at_refuses_the_change_before_it_is_made(tmp
     monkeypatch.undo()
     assert [task.group for task in issue(ledger, 1)] == [1]
     ledger.close()
+
+
+def test_a_ledger_that_is_closed_beside_a_reader_is_not_called_whole(tmp_path):
+    """Its log is part of it still: the file alone would lack the last transitions."""
+    path = tmp_path / "ledger.db"
+    ledger = open_ledger(tmp_path)
+    issue(ledger, 3)
+    with closing(open_for_reading(path)):
+        issue(ledger, 2)
+        ledger.close()
+        assert read_note(path) is Note.OPEN
+    again = open_ledger(tmp_path)
+    again.close()
+    assert read_note(path) is Note.CLOSED

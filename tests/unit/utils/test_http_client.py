@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import aiohttp
 import pytest
 
-from vime.utils.http import HttpFailure, HttpSession, HttpThread, HttpTimeout
+from vime.utils import http
+from vime.utils.http import HttpFailure, HttpSession, HttpThread, HttpTimeout, HttpUnreachable
 
 DEADLINE_S = 20.0
 
@@ -164,6 +166,20 @@ def test_nobody_listening_is_said_in_the_words_of_the_socket(client):
         url = f"http://127.0.0.1:{free.getsockname()[1]}/"
     with pytest.raises(HttpFailure, match=r"^ConnectionRefusedError: "):
         client.call("GET", url, deadline_s=DEADLINE_S)
+
+
+async def test_an_address_that_takes_no_connection_has_not_had_the_request(monkeypatch):
+    """A call may then go to another server; one that was sent may not."""
+    monkeypatch.setattr(http, "UNBOUND", aiohttp.ClientTimeout(total=None, sock_connect=0.2))
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
+        place = full.getsockname()
+        for one in [socket.socket() for _ in range(4)]:  # the kernel keeps one more than it is told to
+            waiting.enter_context(one).setblocking(False)
+            one.connect_ex(place)
+        session = HttpSession()
+        with pytest.raises(HttpUnreachable):
+            await session.call("POST", f"http://127.0.0.1:{place[1]}/", b"{}", deadline_s=20)
+        await session.close()
 
 
 def test_the_deadline_is_of_the_whole_call_also_when_every_byte_is_in_time(client, server):

@@ -5,6 +5,7 @@ import torch
 
 from tests.helpers.weight_files import write_weights
 from vime.types import PublishError
+from vime.weights import published
 from vime.weights.hashing import content_hash, ordered_hash
 from vime.weights.published import forget_before, metadata_of, read_back, tensors_of, version_directory, whole_versions
 
@@ -62,3 +63,21 @@ def test_old_versions_are_deleted_and_one_that_is_not_whole_is_none(tmp_path):
     assert whole_versions(tmp_path) == [1, 2, 10]
     assert forget_before(tmp_path, 10) == [1, 2]
     assert whole_versions(tmp_path) == [10]
+
+
+def test_files_whose_deletion_was_cut_short_are_no_version_and_go_with_the_next_call(tmp_path, monkeypatch):
+    """A gateway that is killed in it starts again, and reads back every version that looks whole."""
+    for version in (1, 2):
+        write_weights(version_directory(tmp_path, version), TENSORS, version)
+
+    def killed(directory):
+        next(directory.glob("*.safetensors")).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(published.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            forget_before(tmp_path, 2)
+    assert whole_versions(tmp_path) == [2]
+    assert forget_before(tmp_path, 2) == []
+    assert not version_directory(tmp_path, 1).exists()
