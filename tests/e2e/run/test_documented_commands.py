@@ -225,6 +225,7 @@ def test_the_model_of_the_tool_page_learns_to_call(clone: Clone, num_rounds: int
 
 
 @pytest.mark.nightly
+@pytest.mark.nightly
 def test_the_environment_of_its_page_learns_to_call(clone: Clone) -> None:
     """An answer to a call is a second turn of the session: context between two completions, and never a second row."""
     clone.run(
@@ -404,6 +405,7 @@ def test_a_command_line_of_slime_trains(clone: Clone, tiny_task: TinyTask, tmp_p
         assert "train/kl_loss" in Finished(0, "", clone.directory / "runs/slime").metrics()[0]
 
 
+@pytest.mark.nightly
 @IS_TRAINED
 def test_verl_s_records_and_reward_train(clone: Clone, chatting: Path, tmp_path: Path, is_trained: bool) -> None:
     """In the usual session the reward is called by the test."""

@@ -151,6 +151,7 @@ def assert_the_gateway_and_all_others_are_on_loopback(training: Training, job: T
     assert owners >= {"job", "Ray", "router", "vLLM server"}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_an_evaluation_whose_gateway_is_killed_is_done_by_the_same_job(
     tiny_task: TinyTask, tmp_path: Path, elsewhere: Path

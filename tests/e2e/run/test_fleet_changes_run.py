@@ -56,6 +56,7 @@ def change_and_check(training: Training, run: Path, num_rounds: int, capsys: pyt
     assert "it is over" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_an_engine_is_added_to_a_run_of_scripted_engines_and_another_is_drained(
     tiny_task: TinyTask, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -69,6 +69,7 @@ def assert_the_run_went_on(finished: Finished, num_rounds: int, *, num_kills: in
     assert set(confirmed) == {1, 2}  # a round was published without the lost engine, and it was in the next ones again
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_while_one_of_two_scripted_engines_is_killed_twice_and_then_the_router(
     tiny_task: TinyTask, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -74,6 +74,7 @@ def wait_for_rounds(training: Training, more: int) -> None:
     training.wait_for_event("round_trained", count=num_trained(training) + more)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_engines_of_a_dead_node_and_a_restart_wait_for_another_node(
     tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

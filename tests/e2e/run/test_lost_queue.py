@@ -42,14 +42,15 @@ def assert_the_run_went_on(finished: Finished, *, num_kills: int) -> None:
     assert "the queue works again" in finished.output
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("script", "more"),
     [
         ("train.py", []),
-        pytest.param("train.py", ["--num-rollout-workers", "2"], marks=pytest.mark.nightly),
-        pytest.param("train.py", ["--num-data-storage-units", "2"], marks=pytest.mark.nightly),
-        pytest.param("train_async.py", ["--transferqueue-max-staleness", "1"], marks=pytest.mark.nightly),
+        ("train.py", ["--num-rollout-workers", "2"]),
+        ("train.py", ["--num-data-storage-units", "2"]),
+        ("train_async.py", ["--transferqueue-max-staleness", "1"]),
     ],
 )
 def test_a_run_whose_queue_is_killed_three_times_trains_what_it_would_have(

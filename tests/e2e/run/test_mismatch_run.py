@@ -36,6 +36,7 @@ def generate_rollout(args, rollout_id, data_source, evaluation=False):
 '''
 
 
+@pytest.mark.nightly
 def vime(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vime", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

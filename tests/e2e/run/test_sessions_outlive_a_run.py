@@ -80,12 +80,13 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("mode", "serves", "num_restarts"),
     [
         ("streaming", "RolloutManager", 1),
-        pytest.param("external", "RolloutWorkerActor", 0, marks=pytest.mark.nightly),  # which starts again alone
+        ("external", "RolloutWorkerActor", 0),  # which starts again alone
     ],
 )
 def test_agents_elsewhere_go_on_when_what_serves_them_is_killed_and_when_the_run_is(
