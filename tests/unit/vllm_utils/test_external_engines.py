@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,22 @@ def test_a_claim_that_nobody_renews_ends(monkeypatch) -> None:
     assert claim.take("b", is_released=True) == "a"
     assert claim.take("a", is_released=True) == ""
     assert claim.take("b") == "b"
+
+
+def test_a_run_that_asks_for_no_health_keeps_its_engine_until_it_gives_it_back(model, engine, monkeypatch) -> None:
+    """As while it saves, or builds its model."""
+    monkeypatch.setattr(about_module, "CLAIM_S", 2.0)
+    monkeypatch.setattr(external, "CLAIM_S", 2.0)
+    mine = held(engine, model, "here:/run")
+    mine.wait_ready(10)
+    ends = time.monotonic() + 3.5
+    while time.monotonic() < ends:
+        assert engine.about.claim.run == "here:/run"
+        time.sleep(0.05)
+    mine.stop()
+    assert engine.about.claim.run is None
+    time.sleep(1.0)
+    assert engine.about.claim.run is None, "nothing renews it any more"
 
 
 def test_a_claim_needs_the_control_key(engine) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ import msgspec
 from vime.backends.vllm_utils.about import (
     ABOUT_ROUTE,
     CLAIM_ROUTE,
+    CLAIM_S,
     Facts,
     flags_of,
     machine,
@@ -107,6 +109,8 @@ class ExternalEngine:
         self.address = EngineAddress(name=self.name, url=f"http://{place}", key=keys.control)
         self._http = HttpThread(f"vime-{self.name}")
         self._engine = _Asked(place, keys, self._http)
+        self._is_given_back = threading.Event()
+        self._renewing = threading.Thread(target=self._renew, name=f"vime-{self.name}-claim", daemon=True)
 
     def wait_ready(self, deadline_s: float) -> None:
         """Return when it responds, is what the run needs, and belongs to it. WaitTimeoutError at the deadline, with
@@ -120,6 +124,8 @@ class ExternalEngine:
                     if not found:
                         self._claim()
                         self.address = replace(self.address, start=facts["instance"])
+                        if self._renewing.ident is None:
+                            self._renewing.start()
                         return
                     wrong = "; ".join(found)
                 except EngineError as error:
@@ -142,12 +148,24 @@ class ExternalEngine:
 
     def stop(self) -> None:
         """Leave it running, paused and nobody's: the next run begins with an update, which resumes it."""
+        self._is_given_back.set()
+        if self._renewing.ident is not None:
+            self._renewing.join()  # at most a call: a claim behind the release would keep it from others
         try:
             self._engine.call("POST", "/pause?mode=abort")
             self._engine.call("POST", CLAIM_ROUTE, {"run": self._owner, "release": True})
         except EngineError as error:
             logger.warning("%s could not be given back: %s", self.name, error)
         self._http.close()
+
+    def _renew(self) -> None:
+        """Renew the claim while this process lives: a build or a save of the run may take longer than a claim lasts,
+        and asks for no health. What is wrong with the engine, the health check says."""
+        while not self._is_given_back.wait(CLAIM_S / 4):
+            try:
+                self._claim()
+            except EngineError as error:
+                logger.warning("%s: its claim could not be renewed: %s", self.name, error)
 
     def _claim(self, deadline_s: float = ASK_S) -> None:
         self._engine.call("POST", CLAIM_ROUTE, {"run": self._owner}, deadline_s)
