@@ -124,6 +124,7 @@ class MismatchGuard:
         is_possible = self._is_judged and self._fleet is not None and self._trainers is not None
         if (
             not (is_possible and rows)
+            or generated.rollout_id in self._rescored  # a prefetched round that no publish has followed
             or serving in (None, versions.trained)
             or self._config.rollout.rollout_temperature != 1
         ):

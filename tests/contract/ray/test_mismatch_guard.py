@@ -267,6 +267,12 @@ def test_a_prefetched_round_is_compared_with_a_fresh_score_while_its_version_sti
     setup.guard.after_generation(generated(recorded=-1.5), versions())
     assert setup.guard.train(generated(), TRAINED).metrics[RESCORED] == 0.5
     assert len(setup.causes) == 1
+    setup.guard.after_generation(generated(), versions())
+    num_asked = len(engine.asked)
+    setup.guard.after_generation(
+        generated(), versions()
+    )  # it is taken, with --update-weights-interval without a publish
+    assert len(engine.asked) == num_asked
     assert f"round {TRAINED}, when it had been generated: trainer and engine differ by 0.5" in setup.stream.getvalue()
 
 
