@@ -99,7 +99,9 @@ def _first_look(run: Path) -> tuple[SavedFacts | None, AuditReport]:
 
 def _look(run: Path) -> tuple[SavedFacts | None, AuditReport]:
     saved = newest_checkpoint(run)
-    return saved, audit_run(run, saved=saved, claims=partial(read_claims, run), has_ledger=has_ledger(run))
+    has_spool = config_value(_config(run), "queue", "transferqueue_durable") is True
+    claims = partial(read_claims, run)
+    return saved, audit_run(run, saved=saved, claims=claims, has_ledger=has_ledger(run), has_spool=has_spool)
 
 
 def run_ls(arguments: argparse.Namespace) -> None:

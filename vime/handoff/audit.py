@@ -139,10 +139,16 @@ class AuditReport:
 
 
 def audit_run(
-    run: Path, *, saved: SavedFacts | None, claims: Callable[[], RunClaims] | None = None, has_ledger: bool = True
+    run: Path,
+    *,
+    saved: SavedFacts | None,
+    claims: Callable[[], RunClaims] | None = None,
+    has_ledger: bool = True,
+    has_spool: bool = False,
 ) -> AuditReport:
     """Audit a run directory; `saved`: what the newest complete checkpoint names, `claims` what metrics and events name.
-    `has_ledger`: whether the run is of mode streaming."""
+    `has_ledger`: whether the run is of mode streaming; `has_spool`: whether it keeps payloads on disk. One that is
+    there is checked in any case."""
     receipt = None if saved is None else SavedReceipt(saved.round_id, saved.receipt)
     if not has_ledger:
         shown = audit_receipts(run, None, receipt, claims)
@@ -155,7 +161,7 @@ def audit_run(
         lasting,
         checkpoint_round=round_id,
         mark=None if saved is None else saved.mark,
-        spool=spool if spool.is_dir() else None,
+        spool=spool if has_spool or spool.is_dir() else None,
     )
     if lasting != own:  # a resume from another checkpoint continues with this file
         report = replace(report, findings=(*report.findings, *find_damage(own)))

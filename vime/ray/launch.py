@@ -297,7 +297,13 @@ def _audited(config: Config, path: Path, screen: Screen) -> End:
             state = read_run_state(newest)
             saved = SavedFacts(round_id=state.rollout_id, mark=state.ledger, receipt=state.receipt)
         has_ledger = config.queue.has_ledger
-        report = audit_run(path, saved=saved, claims=partial(read_claims, path), has_ledger=has_ledger)
+        report = audit_run(
+            path,
+            saved=saved,
+            claims=partial(read_claims, path),
+            has_ledger=has_ledger,
+            has_spool=config.queue.transferqueue_durable,
+        )
     except VimeError as error:
         return End(code=error.exit_code, message=f"the audit of this run could not be made: {error}")
     if report.findings:

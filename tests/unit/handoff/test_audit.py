@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.ledger_cases import groups_of, issue, lease, open_ledger
 from tests.helpers.rows import make_row
 from vime.data.payload import record_size, samples_to_bytes
-from vime.handoff.audit import audit
+from vime.handoff.audit import SavedFacts, audit, audit_run
 from vime.handoff.group_store import encode_group
 from vime.handoff.ledger_identity import LINE
 from vime.handoff.ledger_types import LedgerFileError, Payload, Task
@@ -165,6 +165,13 @@ def test_a_missing_segment_is_named(run):
     newest.unlink()
     checks = {finding.check for finding in look(run).findings}
     assert checks == {"spool"}
+
+
+def test_a_run_that_keeps_a_spool_and_has_none_any_more_lacks_every_payload_that_may_be_needed(run):
+    shutil.rmtree(run / "spool")
+    saved = SavedFacts(round_id=CHECKPOINT, mark=None, receipt=None)
+    assert {finding.check for finding in audit_run(run, saved=saved, has_spool=True).findings} >= {"spool"}
+    assert "spool" not in {finding.check for finding in audit_run(run, saved=saved, has_spool=False).findings}
 
 
 def test_a_checkpoint_that_the_ledger_does_not_reach_is_named(run):
