@@ -321,7 +321,10 @@ class WeightsConfig:
         path=PathKind.FILE,
     )
     update_weight_timeout_secs: float = flag(
-        300.0, "deadline of one weight update, seconds; one more for each GB of the model in fp32", minimum=1
+        300.0,
+        "deadline of one weight update, seconds; one more for each GB of the model in fp32. Over shm and disk an engine "
+        "that hangs for half of it is left out while there is another",
+        minimum=1,
     )
     pause_mode: str | None = flag(
         None,
