@@ -225,7 +225,6 @@ def test_the_model_of_the_tool_page_learns_to_call(clone: Clone, num_rounds: int
 
 
 @pytest.mark.nightly
-@pytest.mark.nightly
 def test_the_environment_of_its_page_learns_to_call(clone: Clone) -> None:
     """An answer to a call is a second turn of the session: context between two completions, and never a second row."""
     clone.run(
@@ -250,6 +249,7 @@ def test_the_environment_of_its_page_learns_to_call(clone: Clone) -> None:
     assert "<think>" in clone.run(f"{best} --limit 0")
 
 
+@pytest.mark.nightly
 def test_the_quick_start_is_played_by_a_program_in_another_terminal(clone: Clone) -> None:
     """The held-out problems too: an evaluation asks the same program."""
     model = documented(
@@ -405,7 +405,6 @@ def test_a_command_line_of_slime_trains(clone: Clone, tiny_task: TinyTask, tmp_p
         assert "train/kl_loss" in Finished(0, "", clone.directory / "runs/slime").metrics()[0]
 
 
-@pytest.mark.nightly
 @IS_TRAINED
 def test_verl_s_records_and_reward_train(clone: Clone, chatting: Path, tmp_path: Path, is_trained: bool) -> None:
     """In the usual session the reward is called by the test."""
@@ -438,6 +437,7 @@ def test_verl_s_records_and_reward_train(clone: Clone, chatting: Path, tmp_path:
         assert example_module("migrating/verl_reward.py").reward(None, sample) == 1.0
 
 
+@pytest.mark.nightly
 def test_chaos_kills_a_run(clone: Clone, tmp_path: Path) -> None:
     """The script ends in `vime chaos` with the flags of train.py behind `--`. The ledger is killed with a commit that
     nobody has heard of, then a trainer with gradients and old weights: the weights are those of the undisturbed run."""

@@ -36,12 +36,12 @@ def generate_rollout(args, rollout_id, data_source, evaluation=False):
 '''
 
 
-@pytest.mark.nightly
 def vime(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vime", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
 
+@pytest.mark.nightly
 def test_each_fault_of_a_generate_plug_in_is_named_when_the_run_is_over(tiny_task: TinyTask, tmp_path: Path) -> None:
     flags = [*tiny_task.flags(), "--num-rollout", str(len(FAULTS)), "--rollout-max-response-len", "24"]
     flags += ["--custom-generate-function-path", "tests.helpers.mismatch_faults.faulty"]
