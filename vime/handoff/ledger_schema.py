@@ -129,10 +129,13 @@ def open_for_writing(
     return connection, lock
 
 
-def close_for_writing(connection: sqlite3.Connection, lock: int) -> None:
-    """Close what `open_for_writing` returned: the file alone is then the ledger, unless somebody reads it just now."""
+def close_for_writing(connection: sqlite3.Connection, lock: int, path: Path) -> None:
+    """Close what `open_for_writing` returned of `path`: the file alone is then the ledger, unless somebody reads it
+    just now."""
     try:
-        if fold_in(connection):
+        is_whole = fold_in(connection)
+        connection.close()  # the last connection folds in what a reader has held until now
+        if is_whole or not wal_path(path).exists():
             write_note(lock, Note.CLOSED)
     finally:
         connection.close()

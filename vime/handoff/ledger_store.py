@@ -148,7 +148,7 @@ class LedgerStore:
         """Close the file. Calling it again does nothing."""
         if self._lock >= 0:
             lock, self._lock = self._lock, -1
-            close_for_writing(self.connection, lock)
+            close_for_writing(self.connection, lock, self.path)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.ledger_cases import RULES, Clock, checked, issue, lease, make_ready, open_ledger, payload, train
-from vime.handoff import ledger_store
+from vime.handoff import ledger_schema, ledger_store
 from vime.handoff.ledger import Ledger
-from vime.handoff.ledger_file import Note, read_note
+from vime.handoff.ledger_file import Note, fold_in, read_note
 from vime.handoff.ledger_schema import MIGRATIONS, close_for_writing, open_for_reading, open_for_writing
 from vime.handoff.ledger_store import count_usage
 from vime.handoff.ledger_types import LedgerFileError, RoundOrder
@@ -18,7 +18,7 @@ def test_a_newer_schema_is_refused_and_an_older_one_is_migrated(tmp_path):
     path = tmp_path / "ledger.db"
     open_ledger(tmp_path).close()
     newer = (*MIGRATIONS, "alter table prompt_group add column note text; create table extra(a)")
-    close_for_writing(*open_for_writing(path, migrations=newer))
+    close_for_writing(*open_for_writing(path, migrations=newer), path)
     connection = sqlite3.connect(path)
     assert connection.execute("pragma user_version").fetchone() == (len(MIGRATIONS) + 1,)
     assert connection.execute("select count(note) from prompt_group").fetchone() == (0,)
@@ -209,3 +209,34 @@ def test_a_ledger_that_is_closed_beside_a_reader_is_not_called_whole(tmp_path):
     again = open_ledger(tmp_path)
     again.close()
     assert read_note(path) is Note.CLOSED
+
+
+def test_a_reader_that_ends_while_a_ledger_is_closed_leaves_one_that_opens(tmp_path, monkeypatch):
+    """The writer's connection is the last one then: it folds in the log, and removes it."""
+    path = tmp_path / "ledger.db"
+    ledger = open_ledger(tmp_path)
+    issue(ledger, 3)
+    reader = open_for_reading(path)
+    issue(ledger, 2)
+
+    def fold_and_lose_the_reader(connection):
+        is_whole = fold_in(connection)
+        reader.close()
+        return is_whole
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_schema, "fold_in", fold_and_lose_the_reader)
+        ledger.close()
+    assert read_note(path) is Note.CLOSED
+    open_ledger(tmp_path).close()
+
+
+def test_a_ledger_that_is_closed_beside_an_idle_reader_is_whole(tmp_path):
+    path = tmp_path / "ledger.db"
+    ledger = open_ledger(tmp_path)
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as idle:
+        assert idle.execute("select count(*) from prompt_group").fetchone() == (0,)
+        issue(ledger, 3)
+        ledger.close()
+        assert read_note(path) is Note.CLOSED
+    open_ledger(tmp_path).close()
