@@ -21,7 +21,7 @@ Message = Mapping[str, object]
 """As in OpenAI's chat completions: role, content, and tool_calls or tool_call_id."""
 ENDS = ("budget_turns", "budget_tokens", "budget_seconds", "context_length_exceeded")
 """Refusals after which nothing more can be said: the environment still gives its reward for what was."""
-NO_ENGINE, REPEAT_S = 503, 1.0
+NO_ENGINE, REPEAT_S, MOST_REPEATS = 503, 1.0, 20
 
 
 class Environment(Protocol):
@@ -73,12 +73,12 @@ async def _completion(
     http: HttpSession, task: AgentTask, messages: Sequence[Message], more: Mapping[str, object]
 ) -> Message | None:
     """Return the model's message; None when the session has no room for another one. While no engine answers it is
-    asked for again, as SDKs do: one that was lost is being started again."""
+    asked for again, as SDKs do, MOST_REPEATS times: one that was lost is being started again."""
     body = json.dumps({"model": "policy", **more, "messages": messages}).encode()
     for repeat in itertools.count():
         headers = {"x-stainless-retry-count": str(repeat)}
         response = await http.call("POST", f"{task.base_url}/chat/completions", body, headers=headers)
-        if response.status != NO_ENGINE:
+        if response.status != NO_ENGINE or repeat == MOST_REPEATS:
             break
         with waiting("an engine that answers a turn", "engine", deadline_s=None):
             await asyncio.sleep(REPEAT_S)

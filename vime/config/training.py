@@ -322,8 +322,8 @@ class WeightsConfig:
     )
     update_weight_timeout_secs: float = flag(
         300.0,
-        "deadline of one weight update, seconds; one more for each GB of the model in fp32. Over shm and disk an engine "
-        "that hangs for half of it is left out while there is another",
+        "deadline of one weight update, seconds; one more for each GB of the model in fp32. Over shm and disk an "
+        "engine that has not taken a bucket after half of it, when another has, is left out",
         minimum=1,
     )
     pause_mode: str | None = flag(

@@ -136,13 +136,15 @@ def refuse_mixed(checked: Mapping[int, CheckedRows]) -> None:
                 )
 
 
-def mask_mixed(rows: Iterable[Checked]) -> int:
-    """Take the tokens out of the loss that are older than the newest of their row; return how many were in it."""
+def mask_mixed(rows: Sequence[Checked], max_staleness: int) -> int:
+    """Take the tokens out of the loss that are older than the newest of their row, or too old to be trained beside the
+    newest of the group (`vime.rollout.partial.settle_versions`); return how many were in it."""
+    oldest = max((span.version for row in rows for span in row.spans), default=0) - max_staleness
     num_masked = 0
     for row in rows:
-        newest = max(_trained_versions(row), default=0)
+        bound = max({oldest, *_trained_versions(row)})
         for span in row.spans:
-            if span.version < newest:
+            if span.version < bound:
                 num_masked += int(row.loss_mask[span.start : span.end].sum())
                 row.loss_mask[span.start : span.end] = 0
     return num_masked

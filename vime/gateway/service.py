@@ -417,7 +417,8 @@ class Gateway:
     async def _commit(self, producer: str, task: Task, prompts: Sequence[tuple[Sample, CheckedRows]]) -> None:
         """Store and commit a group, in the steps of `RolloutWorker.keep`. `prompts`: each with what the job made."""
         is_masked = self.limits.mixed_versions == "mask"
-        num_masked = mask_mixed(row for _, rows in prompts for row in rows) if is_masked else 0
+        every_row = [row for _, rows in prompts for row in rows]
+        num_masked = mask_mixed(every_row, self.limits.max_staleness) if is_masked else 0
         samples = fill(prompts, task.attempt)
         try:
             group, payload = self._encode(_ledger_name(producer), samples)

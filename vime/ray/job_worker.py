@@ -219,8 +219,8 @@ class JobWorker(GroupWorker):
             self._being_put.discard(assignment.task)
             self._leases.pop(assignment.task, None)
 
-    async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:
-        """Put the group; it counts when this returns."""
+    async def keep(self, assignment: Assignment, samples: list[Sample]) -> bool:
+        """Put the group; it counts when this returns True."""
         given = [self._given(sample, self._registered.extra_fields) for sample in samples]
         self._being_put.add(assignment.task)
         try:
@@ -230,8 +230,9 @@ class JobWorker(GroupWorker):
                 raise
             self._being_put.discard(assignment.task)
             await self.settle_mixed(assignment, samples)
-            return
+            return False
         self.stats.committed_groups += 1
+        return True
 
     async def _put(self, path: str, put: m.PutGroup | m.PutEvaluated, kind: type[m.Put] | type[m.Evaluated]) -> None:
         """A gateway that was started again asks what it forgot: every version whose tokens may still come."""

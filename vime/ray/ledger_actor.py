@@ -126,6 +126,7 @@ class LedgerClient:
 
     def __init__(self, actor: Actor[LedgerActor], deadline_s: float) -> None:
         self._actor, self._deadline_s = actor, deadline_s
+        self._opening_s = deadline_s  # of the first two calls, which read the whole file
 
     @classmethod
     def start(
@@ -140,7 +141,7 @@ class LedgerClient:
     ) -> LedgerClient:
         """Start the actor `vime-<run_id>-ledger` and wait until it responds. The driver calls it once; the actor lives
         as long as any process holds a client of it. `home`: Ray's options for its node. A start reads the whole file,
-        which `deadline_s` is extended by."""
+        and has longer for it."""
         options: Options = {
             "name": f"vime-{run_id}-ledger",
             "num_cpus": LEDGER_CPUS,
@@ -148,10 +149,10 @@ class LedgerClient:
             "max_task_retries": -1,
             **(home or {}),
         }
-        path = run_dir / LEDGER_NAME
-        deadline_s += path.stat().st_size // CHECKED_BYTES_PER_S if path.exists() else 0
         client = cls(start_actor(LedgerActor, options, str(run_dir), rules, synchronous), deadline_s)
-        client.pid()
+        path = run_dir / LEDGER_NAME
+        client._opening_s += path.stat().st_size // CHECKED_BYTES_PER_S if path.exists() else 0
+        client._wait(client._actor.ask_coroutine(LedgerActor.pid), "the ledger to start", client._opening_s)
         return client
 
     def restore(
@@ -160,7 +161,7 @@ class LedgerClient:
         """Go back to this checkpoint after a restart of the run; the first call after `start`. `may_be_torn`: see
         `check_spool`."""
         result = self._actor.ask_coroutine(LedgerActor.restore, checkpoint_round, mark, may_be_torn)
-        return self._wait(result, "the ledger to restore")
+        return self._wait(result, "the ledger to restore", self._opening_s)
 
     def close(self) -> None:
         """Close the ledger, which no process calls any more: its file alone is the ledger when this returns."""
@@ -193,8 +194,8 @@ class LedgerClient:
         longest_s = self._deadline_s + timeout_s
         return await wait_for_async(ref, name=NEWS, owner="ledger", deadline_s=longest_s, parties=())
 
-    def _wait(self, ref: ObjectRef[Result], name: str) -> Result:
-        [result] = wait_for([ref], name=name, owner="ledger", deadline_s=self._deadline_s)
+    def _wait(self, ref: ObjectRef[Result], name: str, deadline_s: float | None = None) -> Result:
+        [result] = wait_for([ref], name=name, owner="ledger", deadline_s=deadline_s or self._deadline_s)
         return result
 
 

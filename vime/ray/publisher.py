@@ -137,10 +137,10 @@ class Publisher:
         weights, self._deadline_s = config.weights, update_deadline_s(config)
         self._config = weights
         self._is_released_by_driver = config.cluster.colocate  # when the engines' cache has its memory again
-        may_lose = may_lose and weights.update_weight_transport in EACH_BY_ITSELF and len(engines) > 1
+        may_lose = may_lose and weights.update_weight_transport in EACH_BY_ITSELF
         # One that hangs takes half of the update's time, which leaves the other half to those that do not.
-        call_s = self._deadline_s / 2 if may_lose else self._deadline_s
-        self._fleet = FleetControl(engines, timeout_s=call_s, may_lose=may_lose)
+        half_s = self._deadline_s / 2
+        self._fleet = FleetControl(engines, timeout_s=self._deadline_s, may_lose=may_lose, straggle_s=half_s)
         directory = Path(weights.update_weight_disk_dir) if weights.update_weight_disk_dir else run_dir / "weights"
         self._sender = make_sender(
             weights.update_weight_transport,

@@ -139,8 +139,8 @@ class GroupWorker(ABC):
         return assignment.prompts
 
     @abstractmethod
-    async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:
-        """Hand the group over to be trained."""
+    async def keep(self, assignment: Assignment, samples: list[Sample]) -> bool:
+        """Hand the group over to be trained. Returns whether it may be: what else became of it is noted."""
 
     async def note_dropped(self, assignment: Assignment, reason: str) -> None:  # noqa: B027  nothing to do in one of the modes
         """Note that the group will not be trained; its statistics are counted already."""
@@ -182,8 +182,8 @@ class GroupWorker(ABC):
             reason = None if verdict.keep else verdict.reason or "filter"
         if reason is None:
             self._errors.note(samples)
-            self._streak.kept()
-            await self.keep(assignment, samples)
+            if await self.keep(assignment, samples):
+                self._streak.kept()
         else:
             await self.drop(assignment, samples, reason)
 

@@ -205,8 +205,9 @@ class RoundWorker(GroupWorker):
             self._post_progress()
             self._decided.notify_all()
 
-    async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:  # noqa: ARG002
+    async def keep(self, assignment: Assignment, samples: list[Sample]) -> bool:  # noqa: ARG002
         self.kept.append(samples)
+        return True
 
     async def give_back(self, assignment: Assignment, samples: list[Sample], reason: str) -> None:
         """Give it to the data source: as it is with --partial-rollout, otherwise as prompts. Without the flag a group

@@ -229,7 +229,7 @@ class RolloutWorker(GroupWorker, StoresGroups):
         with span("transferqueue_requeue_group", group=task.group, attempt=task.attempt):
             await self._ledger.call_async(PromptLedger.retry, task, reason, partial=checksum)
 
-    async def keep(self, assignment: Assignment, samples: list[Sample]) -> None:
+    async def keep(self, assignment: Assignment, samples: list[Sample]) -> bool:
         """Store and commit the group. `self.stats` is another object once they were taken, also meanwhile."""
         task = assignment.task
         for sample in samples:
@@ -248,6 +248,7 @@ class RolloutWorker(GroupWorker, StoresGroups):
             took_s = await self._writer.put(task, group, payload)
         self.stats.put_times_s.append(took_s)
         self.stats.committed_groups += 1
+        return True
 
     async def _wait_for_capacity(self, task: Task, num_tokens: int, num_bytes: int) -> None:
         """Waits for: capacity under --transferqueue-max-groups, -tokens, -bytes. Unblocked by: a trained round."""

@@ -67,11 +67,12 @@ def branches(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
         parent = above[end]
         if parent is not None and (turns[end].token_ids or end in continued):
             continued.add(parent)
-    went_on = {turn.prompt_ids for place, turn in enumerate(turns) if place in continued and turn.token_ids}
+    chosen = {parent for parent in above if parent is not None}  # also by a turn that said nothing
+    went_on = {turns[place].prompt_ids for place in chosen if turns[place].token_ids}
     ends = [
         place
         for place, turn in enumerate(turns)
-        if place not in continued and turn.prompt_ids not in went_on and turn.token_ids
+        if place not in continued and (place in chosen or turn.prompt_ids not in went_on) and turn.token_ids
     ]
     paths = []
     for end in ends:

@@ -357,6 +357,25 @@ def test_the_run_decides_what_is_trained_of_a_completion_that_two_versions_sampl
         run.close()
 
 
+def test_a_row_that_is_too_old_beside_the_newest_of_its_group_is_masked_whole(tmp_path):
+    """With a staleness of 1 it would make the group too old; a worker of the run masks it too."""
+    run = GatewayRun(tmp_path, limits={"mixed_versions": "mask"})
+    try:
+        client = run.client()
+        for version in (1, 2):
+            run.weights.release(WeightManifest(version=version, content_hash=f"{HASH}{version}", location=""))
+            confirm(client, version)
+        [prompt] = lease(client)
+        group = group_of(prompt)
+        group["samples"][1]["versions"] = [[0, 3, 2]]
+        assert client.post("/v1/groups", json=group).status_code == 200
+        [stored] = [checksum for _, checksum, _ in run.spool.entries()]
+        assert [list(s.loss_mask) for s in run.store.samples(Task("train", 0, 1), stored)] == [[0] * 3, [1] * 3]
+        assert run.gateway.masked_tokens == 3
+    finally:
+        run.close()
+
+
 def test_a_group_of_mixed_versions_is_refused_by_name_where_the_run_rejects_it_and_keeps_its_lease(tmp_path):
     run = GatewayRun(tmp_path, limits={"mixed_versions": "reject"})
     try:

@@ -18,7 +18,7 @@ from vime.ray import job_worker
 from vime.ray.interrupts import Interrupts
 from vime.ray.job_worker import JobWorker, renew
 from vime.ray.produce import _renew_once_registered, _wait
-from vime.types import RewardError, Sample, SampleStatus, VersionSpan
+from vime.types import PluginError, RewardError, Sample, SampleStatus, VersionSpan
 
 REGISTERED = m.Registered(
     producer="job", protocol=1, serving=0, samples_per_prompt=1, max_staleness=0, temperature=1.0, lease_timeout_s=0.06,
@@ -351,3 +351,32 @@ def test_a_group_that_the_run_rejects_because_of_its_versions_is_settled_as_the_
     stats = run_with(gateway, tmp_path, Generated, flags=("--stale-policy", policy)).stats
     assert gateway.ended == [(path, "mixed_versions")]
     assert (stats.committed_groups, stats.dropped["mixed_versions"]) == (0, int(policy == "drop"))
+
+
+class EndlessGateway(RejectingGateway):
+    """Gives another prompt whenever a group was dropped."""
+
+    async def call(self, path, message, kind, **waits):
+        if kind is m.Prompts:
+            self.num_leases += 1
+            lease = f"L{self.num_leases}"
+            prompt = m.Prompt(
+                lease=lease, group=self.num_leases, attempt=0, prompt="", tokens=[1], label=None, samples=[]
+            )
+            return m.Prompts(prompts=[prompt], serving=-1)
+        if kind is m.Alive:
+            return m.Alive(leases=[f"L{number + 1}" for number in range(self.num_leases)], serving=-1)
+        return await super().call(path, message, kind, **waits)
+
+
+class Whole(JobWorker):
+    """Decides itself about each group, of one sample."""
+
+    async def generate(self, assignment):
+        return [sample_of(reward=1.0)]
+
+
+@pytest.mark.timeout(60)
+def test_a_job_whose_groups_are_all_rejected_ends_by_name(tmp_path):
+    with pytest.raises(PluginError, match="3 groups in a row"):
+        run_with(EndlessGateway(), tmp_path, Whole, flags=("--max-dropped-in-a-row", "3"))

@@ -106,6 +106,8 @@ def test_a_completion_without_tokens_takes_no_row_away() -> None:
     last = [turn(0, [1], [2]), turn(1, [1, 2, 9], [])]
     assert branches(last) == [(0,)]
     assert branches([*last, turn(2, [1, 2, 9], []), turn(3, [1, 2, 9, 9], [])]) == [(0,)]
+    given_up = [turn(0, [1], [2]), turn(1, [1], [3]), turn(2, [1, 2, 9], [])]
+    assert branches(given_up) == [(0,)], "the client went on with the first"
     asked_again = [turn(0, [1], []), turn(1, [1], [2])]
     assert branches(asked_again) == [(1,)]
 

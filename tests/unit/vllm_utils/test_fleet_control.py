@@ -139,3 +139,20 @@ def test_an_engine_that_is_lost_is_left_out_only_where_that_is_allowed() -> None
         third.faults.status["/is_paused"] = first.faults.status["/is_paused"] = 503
         with pytest.raises(EngineLostError, match=r"e0.*e2"):  # nobody is left
             lenient.is_paused()
+
+
+def test_one_straggler_is_left_out_before_the_deadline_and_engines_that_are_all_slow_are_not() -> None:
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(FakeEngine(name=f"e{number}")) for number in range(2))
+        control = FleetControl([first.address, second.address], timeout_s=40, may_lose=True, straggle_s=0.5)
+        stack.callback(control.close)
+        go_on = first.faults.stall["/is_paused"] = second.faults.stall["/is_paused"] = threading.Event()
+        timer = threading.Timer(1.5, go_on.set)
+        timer.start()
+        assert control.is_paused() == [False, False]
+        timer.join()
+        second.faults.stall["/is_paused"] = threading.Event()
+        first.faults.stall.clear()
+        assert control.is_paused() == [False]
+        second.faults.stall["/is_paused"].set()
+        assert [address.name for address in control.addresses] == ["e0"]

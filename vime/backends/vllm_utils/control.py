@@ -40,12 +40,20 @@ class Fanout:
     """Calls to every engine at once, by one thread and over connections that are kept, whatever the number of engines.
 
     A call has `timeout_s` in all, from its first byte to the last engine's last one. `may_lose`: an engine that is lost
-    in a call is left out of it and of all later calls, as long as one is left.
+    in a call is left out of it and of all later calls, as long as one is left. So is one that has not
+    responded after `straggle_s`, when another has: what follows the call has time left then.
     """
 
-    def __init__(self, addresses: Sequence[EngineAddress], timeout_s: float, *, may_lose: bool = False) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[EngineAddress],
+        timeout_s: float,
+        *,
+        may_lose: bool = False,
+        straggle_s: float | None = None,
+    ) -> None:
         self.addresses = tuple(addresses)
-        self._timeout_s, self._may_lose = timeout_s, may_lose
+        self._timeout_s, self._may_lose, self._straggle_s = timeout_s, may_lose, straggle_s
         self._http = HttpThread("vime-fleet-control", calls_at_once=CALLS_AT_ONCE)
 
     def get(self, route: str, kind: type[Kind]) -> list[Kind]:
@@ -93,8 +101,7 @@ class Fanout:
             for address, body in calls
         ]
         try:
-            until = asyncio.ALL_COMPLETED if self._may_lose else asyncio.FIRST_EXCEPTION
-            finished, pending = await asyncio.wait(sent, timeout=self._timeout_s, return_when=until)
+            finished, pending = await self._waited(sent)
             is_late = not any(task.exception() for task in finished)
             if pending and not is_late:
                 more, pending = await asyncio.wait(pending, timeout=FAILURE_GRACE_S)
@@ -115,6 +122,17 @@ class Fanout:
             kind = EngineLostError if any(may_pass(error) for error in errors) else EngineError
             raise kind("; ".join(map(str, errors)) + ". See the engine's log in RUN_DIR/logs.")
         return [task.result() for task in sent]
+
+    async def _waited(
+        self, sent: Sequence[asyncio.Task[Response]]
+    ) -> tuple[set[asyncio.Task[Response]], set[asyncio.Task[Response]]]:
+        """Return the calls that have ended, and those that have not, when no more is waited for."""
+        until = asyncio.ALL_COMPLETED if self._may_lose else asyncio.FIRST_EXCEPTION
+        first_s = self._straggle_s if self._may_lose and self._straggle_s is not None else self._timeout_s
+        finished, pending = await asyncio.wait(sent, timeout=first_s, return_when=until)
+        if not finished and first_s < self._timeout_s:  # all are slow
+            return await asyncio.wait(sent, timeout=self._timeout_s - first_s, return_when=until)
+        return finished, pending
 
     def _without_lost(
         self, sent: Sequence[asyncio.Task[Response]], finished: set[asyncio.Task[Response]]
@@ -225,13 +243,20 @@ class FleetControl:
     """Implements `vime.protocols.EngineControl`. `timeout_s` bounds each call of all engines.
 
     A call either succeeds on every engine or raises one EngineError that names each engine that failed, its route, and
-    the response or what came instead. No call is sent twice. Thread-safe. `may_lose`: as in `Fanout`.
+    the response or what came instead. No call is sent twice. Thread-safe. `may_lose`, `straggle_s`: as in `Fanout`.
     """
 
-    def __init__(self, addresses: Sequence[EngineAddress], *, timeout_s: float, may_lose: bool = False) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[EngineAddress],
+        *,
+        timeout_s: float,
+        may_lose: bool = False,
+        straggle_s: float | None = None,
+    ) -> None:
         if not addresses:
             raise ValueError("a fleet needs at least one engine")
-        self._http = Fanout(addresses, timeout_s, may_lose=may_lose)
+        self._http = Fanout(addresses, timeout_s, may_lose=may_lose, straggle_s=straggle_s)
 
     @property
     def addresses(self) -> Sequence[EngineAddress]:

@@ -13,6 +13,7 @@ import os
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,7 @@ class ExternalEngine:
         self.address = EngineAddress(name=self.name, url=f"http://{place}", key=keys.control)
         self._http = HttpThread(f"vime-{self.name}")
         self._engine = _Asked(place, keys, self._http)
+        self._instance = ""
         self._is_given_back = threading.Event()
         self._renewing = threading.Thread(target=self._renew, name=f"vime-{self.name}-claim", daemon=True)
 
@@ -123,7 +125,9 @@ class ExternalEngine:
                     found = [*differences(self._config, facts), *self._engine.missing_routes()]
                     if not found:
                         self._claim()
-                        self.address = replace(self.address, start=facts["instance"])
+                        # New also for the same process: lost in an update, it may have half of the weights.
+                        self._instance = facts["instance"]
+                        self.address = replace(self.address, start=uuid.uuid4().hex)
                         if self._renewing.ident is None:
                             self._renewing.start()
                         return
@@ -139,7 +143,7 @@ class ExternalEngine:
         self._claim(deadline_s)
         if is_updating:
             return None
-        if (instance := self._engine.facts(deadline_s)["instance"]) != self.address.start:
+        if (instance := self._engine.facts(deadline_s)["instance"]) != self._instance:
             raise EngineLostError(f"{self.name} at {self._place} was started anew by its owner ({instance}).")
         return self._engine.read(WEIGHTS_ROUTE, HeldWeights, deadline_s)["weight_version"]
 
