@@ -6,6 +6,7 @@ take as long as the test says.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,9 @@ class Run:
         while not ((status := self.status()).ready == ready and sum(status.producers.values()) == in_flight):
             self.worker.raise_if_failed()
             seen = self.port.wait_for_news(seen, 0.05)
+        while self.worker.num_running != in_flight:  # a group counts in the statistics a moment after it is committed
+            self.worker.raise_if_failed()
+            time.sleep(0.001)
 
     def status(self) -> LedgerStatus:
         """Through the port, as in tests/helpers/streaming.py."""
