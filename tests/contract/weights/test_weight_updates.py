@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import os
 import subprocess
@@ -472,6 +473,8 @@ def loops_of_gloo() -> int:
 def assert_soon(condition: Callable[[], bool], deadline_s: float = 30) -> None:
     ends = time.monotonic() + deadline_s
     while not condition():
+        if time.monotonic() >= ends:
+            faulthandler.dump_traceback(file=sys.__stderr__)  # who waits for what
         assert time.monotonic() < ends, f"not within {deadline_s} s"
         time.sleep(0.05)
 
