@@ -223,10 +223,11 @@ class Engines:
         """Make a call of every engine that responds; one that is lost in it is left out, as in an update. `timeout_s`
         None: the deadline of one."""
         asked = [engine for engine in self._engines if engine.address is not None]
+        deadline_s = timeout_s or update_deadline_s(self._config)
         fleet = FleetControl(
             [engine.address for engine in asked if engine.address is not None],
-            timeout_s=timeout_s or update_deadline_s(self._config),
-            may_lose=len(asked) > 1,
+            timeout_s=deadline_s,
+            lose_after_s=deadline_s if len(asked) > 1 else None,
         )
         try:
             call(fleet)

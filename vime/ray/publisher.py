@@ -139,8 +139,8 @@ class Publisher:
         self._is_released_by_driver = config.cluster.colocate  # when the engines' cache has its memory again
         may_lose = may_lose and weights.update_weight_transport in EACH_BY_ITSELF
         # One that hangs takes half of the update's time, which leaves the other half to those that do not.
-        half_s = self._deadline_s / 2
-        self._fleet = FleetControl(engines, timeout_s=self._deadline_s, may_lose=may_lose, straggle_s=half_s)
+        lose_after_s = self._deadline_s / 2 if may_lose else None
+        self._fleet = FleetControl(engines, timeout_s=self._deadline_s, lose_after_s=lose_after_s)
         directory = Path(weights.update_weight_disk_dir) if weights.update_weight_disk_dir else run_dir / "weights"
         self._sender = make_sender(
             weights.update_weight_transport,

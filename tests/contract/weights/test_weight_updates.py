@@ -259,7 +259,7 @@ def test_an_engine_that_does_not_resume_has_not_confirmed(two_fakes, tmp_path):
     """It would get prompts, and be paused."""
     first, second, _ = two_fakes
     second.faults.status["/resume"] = 500
-    control = FleetControl([first.address, second.address], timeout_s=10, may_lose=True)
+    control = FleetControl([first.address, second.address], timeout_s=10, lose_after_s=10)
     try:
         report = send_small(control, "shm", tmp_path)
     finally:

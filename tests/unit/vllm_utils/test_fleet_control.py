@@ -123,7 +123,7 @@ def test_an_engine_that_is_lost_is_left_out_only_where_that_is_allowed() -> None
         addresses = [engine.address for engine in (first, second, third)]
         strict = FleetControl(addresses, timeout_s=20)
         stack.callback(strict.close)
-        lenient = FleetControl(addresses, timeout_s=20, may_lose=True)
+        lenient = FleetControl(addresses, timeout_s=20, lose_after_s=20)
         stack.callback(lenient.close)
         second.faults.status["/is_paused"] = 500  # of the statuses that count as a loss
         with pytest.raises(EngineLostError, match="e1"):
@@ -143,10 +143,11 @@ def test_an_engine_that_is_lost_is_left_out_only_where_that_is_allowed() -> None
 
 def test_one_straggler_is_left_out_before_the_deadline_and_engines_that_are_all_slow_are_not() -> None:
     with contextlib.ExitStack() as stack:
-        first, second = (stack.enter_context(FakeEngine(name=f"e{number}")) for number in range(2))
-        control = FleetControl([first.address, second.address], timeout_s=40, may_lose=True, straggle_s=0.5)
+        first, second, dead = (stack.enter_context(FakeEngine(name=f"e{number}")) for number in range(3))
+        control = FleetControl([first.address, second.address, dead.address], timeout_s=40, lose_after_s=0.5)
         stack.callback(control.close)
         go_on = first.faults.stall["/is_paused"] = second.faults.stall["/is_paused"] = threading.Event()
+        dead.faults.status["/is_paused"] = 500  # one that is lost has not responded
         timer = threading.Timer(1.5, go_on.set)
         timer.start()
         assert control.is_paused() == [False, False]

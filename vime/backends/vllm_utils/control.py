@@ -39,21 +39,16 @@ Kind = TypeVar("Kind")
 class Fanout:
     """Calls to every engine at once, by one thread and over connections that are kept, whatever the number of engines.
 
-    A call has `timeout_s` in all, from its first byte to the last engine's last one. `may_lose`: an engine that is lost
-    in a call is left out of it and of all later calls, as long as one is left. So is one that has not
-    responded after `straggle_s`, when another has: what follows the call has time left then.
+    A call has `timeout_s` in all, from its first byte to the last engine's last one. `lose_after_s`: an engine that is
+    lost in a call, or has not responded after so many seconds when another has, is left out of it and of all later
+    calls, as long as one is left. None: each has to respond.
     """
 
     def __init__(
-        self,
-        addresses: Sequence[EngineAddress],
-        timeout_s: float,
-        *,
-        may_lose: bool = False,
-        straggle_s: float | None = None,
+        self, addresses: Sequence[EngineAddress], timeout_s: float, *, lose_after_s: float | None = None
     ) -> None:
         self.addresses = tuple(addresses)
-        self._timeout_s, self._may_lose, self._straggle_s = timeout_s, may_lose, straggle_s
+        self._timeout_s, self._lose_after_s = timeout_s, lose_after_s
         self._http = HttpThread("vime-fleet-control", calls_at_once=CALLS_AT_ONCE)
 
     def get(self, route: str, kind: type[Kind]) -> list[Kind]:
@@ -110,7 +105,7 @@ class Fanout:
             for task in sent:
                 task.cancel()  # closes the connection of a call that has no response yet
             await asyncio.gather(*sent, return_exceptions=True)
-        if self._may_lose and (left := self._without_lost(sent, finished)):
+        if self._lose_after_s is not None and (left := self._without_lost(sent, finished)):
             return left
         errors = [error for task in sent if task in finished and (error := task.exception())]
         others = ", ".join(dict.fromkeys(task.get_name() for task in sent if task in pending))
@@ -127,11 +122,12 @@ class Fanout:
         self, sent: Sequence[asyncio.Task[Response]]
     ) -> tuple[set[asyncio.Task[Response]], set[asyncio.Task[Response]]]:
         """Return the calls that have ended, and those that have not, when no more is waited for."""
-        until = asyncio.ALL_COMPLETED if self._may_lose else asyncio.FIRST_EXCEPTION
-        first_s = self._straggle_s if self._may_lose and self._straggle_s is not None else self._timeout_s
-        finished, pending = await asyncio.wait(sent, timeout=first_s, return_when=until)
-        if not finished and first_s < self._timeout_s:  # all are slow
-            return await asyncio.wait(sent, timeout=self._timeout_s - first_s, return_when=until)
+        if self._lose_after_s is None:
+            return await asyncio.wait(sent, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        finished, pending = await asyncio.wait(sent, timeout=self._lose_after_s)
+        left_s = self._timeout_s - self._lose_after_s
+        if pending and left_s > 0 and all(task.exception() for task in finished):  # all that are left are slow
+            return await asyncio.wait(sent, timeout=left_s)
         return finished, pending
 
     def _without_lost(
@@ -243,20 +239,15 @@ class FleetControl:
     """Implements `vime.protocols.EngineControl`. `timeout_s` bounds each call of all engines.
 
     A call either succeeds on every engine or raises one EngineError that names each engine that failed, its route, and
-    the response or what came instead. No call is sent twice. Thread-safe. `may_lose`, `straggle_s`: as in `Fanout`.
+    the response or what came instead. No call is sent twice. Thread-safe. `lose_after_s`: as in `Fanout`.
     """
 
     def __init__(
-        self,
-        addresses: Sequence[EngineAddress],
-        *,
-        timeout_s: float,
-        may_lose: bool = False,
-        straggle_s: float | None = None,
+        self, addresses: Sequence[EngineAddress], *, timeout_s: float, lose_after_s: float | None = None
     ) -> None:
         if not addresses:
             raise ValueError("a fleet needs at least one engine")
-        self._http = Fanout(addresses, timeout_s, may_lose=may_lose, straggle_s=straggle_s)
+        self._http = Fanout(addresses, timeout_s, lose_after_s=lose_after_s)
 
     @property
     def addresses(self) -> Sequence[EngineAddress]:
