@@ -112,22 +112,23 @@ class Program:
 
 
 def _reap_orphans() -> None:
-    """Reap children that ended REAP_S ago and that nobody has waited for: each agent's program that left a child behind
-    adds one, and a container has a limit of processes. Whoever started a child itself looks at it sooner."""
+    """Reap children of other sessions that ended REAP_S ago and that nobody has waited for: each agent's program, which
+    has a session of its own, leaves one when it leaves a child behind, and a container has a limit of processes. A
+    plug-in's own children are of the session of this process: their codes are for whoever started them."""
     known = set[psutil.Process]()  # that had ended at the last look
     while True:
         time.sleep(REAP_S)
-        ended = {child for child in psutil.Process().children() if _has_ended(child)}
+        ended = {child for child in psutil.Process().children() if _is_ended_orphan(child)}
         for child in ended & known:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child.pid, os.WNOHANG)
         known = ended
 
 
-def _has_ended(child: psutil.Process) -> bool:
+def _is_ended_orphan(child: psutil.Process) -> bool:
     try:
-        return bool(child.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:  # whoever started it has reaped it
+        return child.status() == psutil.STATUS_ZOMBIE and os.getsid(child.pid) != os.getsid(0)
+    except (psutil.NoSuchProcess, ProcessLookupError):  # whoever started it has reaped it
         return False
 
 

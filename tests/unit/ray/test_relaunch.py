@@ -55,21 +55,21 @@ ORPHANS = """
 import json, subprocess, sys, time
 import psutil
 from vime.ray import relaunch
-relaunch.REAP_S = 0.5
+relaunch.REAP_S = 0.2
 relaunch.Program().adopt_orphans()
 ends = time.monotonic() + 30
 mine = psutil.Process()
-def ended():
-    return [one.pid for one in mine.children() if one.status() == psutil.STATUS_ZOMBIE]
-subprocess.run(["sh", "-c", "sleep 0.1 & sleep 0.1 & sleep 0.1 &"], stdout=subprocess.DEVNULL, check=True)
-while len(ended()) < 3 and time.monotonic() < ends:
-    time.sleep(0.01)
-num_ended = len(ended())
 own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
-code = own.wait()
-while ended() and time.monotonic() < ends:
-    time.sleep(0.01)
-print(json.dumps([num_ended, ended(), code]))
+def ended():
+    return [one.pid for one in mine.children() if one.status() == psutil.STATUS_ZOMBIE and one.pid != own.pid]
+script = ["sh", "-c", "sleep 0.1 & sleep 0.1 & sleep 0.1 &"]
+subprocess.run(script, stdout=subprocess.DEVNULL, check=True, start_new_session=True)
+num_seen = 0
+while time.monotonic() < ends and not (num_seen == 3 and not ended()):
+    num_seen = max(num_seen, len(ended()))
+    time.sleep(0.005)
+time.sleep(1)  # five looks
+print(json.dumps([num_seen, ended(), own.wait()]))
 """
 
 
