@@ -61,9 +61,7 @@ def branches(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
     """
     above = parents(turns)
     continued = set[int]()
-    for end in reversed(
-        range(len(turns))
-    ):  # the last first: what said nothing, and is not continued, continues nothing
+    for end in reversed(range(len(turns))):  # what said nothing, and that no such turn continues, continues nothing
         parent = above[end]
         if parent is not None and (turns[end].token_ids or end in continued):
             continued.add(parent)

@@ -125,8 +125,8 @@ class ExternalEngine:
                     found = [*differences(self._config, facts), *self._engine.missing_routes()]
                     if not found:
                         self._claim()
-                        # New also for the same process: lost in an update, it may have half of the weights.
                         self._instance = facts["instance"]
+                        # New also for the same process: lost in an update, it may have half of the weights.
                         self.address = replace(self.address, start=uuid.uuid4().hex)
                         if self._renewing.ident is None:
                             self._renewing.start()
@@ -154,7 +154,7 @@ class ExternalEngine:
         """Leave it running, paused and nobody's: the next run begins with an update, which resumes it."""
         self._is_given_back.set()
         if self._renewing.ident is not None:
-            self._renewing.join()  # at most a call: a claim behind the release would keep it from others
+            self._renewing.join(ASK_S)  # for a call under way: a claim behind the release would keep it from others
         try:
             self._engine.call("POST", "/pause?mode=abort")
             self._engine.call("POST", CLAIM_ROUTE, {"run": self._owner, "release": True})
