@@ -108,6 +108,7 @@ class AgentServer:
             self.sessions.begin_again(live)  # its agent could not ask meanwhile
             self.offers.expect(live, patience_s=self.sessions.idle_s)
             if session.state is not State.OPEN:  # its group may be committed: then nobody asks for it again
+                live.let_go()
                 self._ended.append(live)
         # A context of its own: that of the group which happens to be the first would record every agent's requests as
         # its own, and end them when it ends.
@@ -121,7 +122,10 @@ class AgentServer:
         if self._serving is not None and self._serving.done():
             self._serving.result()
         place = (sample.group_index, sample.index)
-        live = None if evaluation else self._kept.pop(place, None)
+        live = None if evaluation else self._kept.get(place)
+        if live is not None:
+            await self.sessions.take_up(live)  # still kept, if this is cancelled meanwhile
+            live = self._kept.pop(place, None)  # None: it became the oldest of many, and was deleted
         if live is None:
             session, key = await self.sessions.create(sample.group_index, sample.index, budget, self._key_of)
             live = self.sessions.by_id(session.id)

@@ -101,7 +101,7 @@ class Live:
         return self.taken or (len(self.entries), sum(len(entry.turn.token_ids) for entry in self.entries))
 
     def let_go(self) -> None:
-        """Hold what was said no longer, of a session that has ended and whose rows were taken. Its file has it."""
+        """Hold what was said no longer, of a session that has ended and whose rows nobody asks for. Its file has it."""
         self.taken = self.counts()
         self.entries, self.asked = [], []
 
@@ -174,6 +174,11 @@ class Sessions:
         await self._store.put_session(session)
         self._live[session.id] = self._by_key[session.key_hash] = Live(session)
         return session, key
+
+    async def take_up(self, live: Live) -> None:
+        """Hold again what was said in a session that was let go."""
+        if live.taken is not None:
+            live.entries, live.taken = await self._store.turns(live.session.id), None
 
     def recorded_sessions(self) -> list[Live]:
         """Return every session, in the order in which they were made."""

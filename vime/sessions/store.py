@@ -192,6 +192,13 @@ class SessionStore:
 
         return await self._run(_all_sessions)
 
+    async def turns(self, session_id: str) -> list[Entry]:
+        """Return the turns of one session, in order."""
+        query = "SELECT body FROM turns WHERE session = ? ORDER BY number"
+        return await self._run(
+            lambda database: [_decoded(body, Entry) for (body,) in database.execute(query, (session_id,))]
+        )
+
     async def close(self) -> None:
         await self._run(lambda database: database.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
         self._thread.submit(self._database.close).result()

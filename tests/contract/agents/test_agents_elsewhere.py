@@ -368,6 +368,10 @@ def test_a_session_that_was_completed_before_its_process_ended_is_not_played_aga
     play(task, {"reward": 0.5})
     [row] = future.result(60)
     assert starts_again() == 1
+    other = listening.offer(args, sample(group=9))
+    held = server._SERVERS[0].sessions.by_id(task["id"])
+    assert (held.entries, held.asked) == ([], []), "perhaps nobody asks for it again"
+    other.cancel()
     [again] = rollout_loop().run(listening._generate(args, sample()), name="the sample", timeout_s=60)
     assert (again.tokens, again.reward, again.session_id) == (row.tokens, 0.5, task["id"])
     assert finish(task, {"reward": 0.5}).status_code == 200  # its answer may have been lost
