@@ -7,7 +7,7 @@ import socket
 import msgspec
 import pytest
 
-from tests.helpers.gateway_run import HASH, GatewayRun, confirm, group_of, job_client, lease, own_of, sample
+from tests.helpers.gateway_run import GatewayRun, confirm, group_of, job_client, lease, own_of, sample
 from vime.gateway.messages import ErrorBody, Prompts, WeightManifest
 from vime.gateway.service import Job
 from vime.gateway.tokens import Scope
@@ -341,8 +341,7 @@ def test_the_run_decides_what_is_trained_of_a_completion_that_two_versions_sampl
     run = GatewayRun(tmp_path, limits={"mixed_versions": policy})
     try:
         client = run.client()
-        run.weights.release(WeightManifest(version=1, content_hash=f"{HASH}1", location="weights/1"))
-        confirm(client, 1)
+        run.serve(client, 1)
         whole, in_parts = lease(client, 2)
         assert client.post("/v1/groups", json=group_of(whole, versions=MIXED)).status_code == 200
         for one in group_of(in_parts, versions=MIXED)["samples"]:
@@ -362,9 +361,8 @@ def test_a_row_that_is_too_old_beside_the_newest_of_its_group_is_masked_whole(tm
     run = GatewayRun(tmp_path, limits={"mixed_versions": "mask"})
     try:
         client = run.client()
-        for version in (1, 2):
-            run.weights.release(WeightManifest(version=version, content_hash=f"{HASH}{version}", location=""))
-            confirm(client, version)
+        run.serve(client, 1)
+        run.serve(client, 2)
         [prompt] = lease(client)
         group = group_of(prompt)
         group["samples"][1]["versions"] = [[0, 3, 2]]
@@ -380,8 +378,7 @@ def test_a_group_of_mixed_versions_is_refused_by_name_where_the_run_rejects_it_a
     run = GatewayRun(tmp_path, limits={"mixed_versions": "reject"})
     try:
         client = run.client()
-        run.weights.release(WeightManifest(version=1, content_hash=f"{HASH}1", location="weights/1"))
-        confirm(client, 1)
+        run.serve(client, 1)
         [prompt] = lease(client)
         bad = group_of(prompt, versions=MIXED)
         refused(client.post("/v1/groups", json=bad), 422, "mixed_versions")

@@ -193,6 +193,11 @@ def test_vime_produce_refuses_engines_of_others_by_name():
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
+def one_prompt(lease="L", group=5):
+    prompt = m.Prompt(lease=lease, group=group, attempt=0, prompt="", tokens=[1], label=None, samples=[])
+    return m.Prompts(prompts=[prompt], serving=-1)
+
+
 class LateGateway:
     """Its first heartbeat is answered when a lease has come after it was made; until the second nothing is done."""
 
@@ -214,8 +219,7 @@ class LateGateway:
         if self.is_worked_on.is_set():
             await self.ended.wait()
             return m.Prompts(prompts=[], serving=-1, is_exhausted=True)
-        prompt = m.Prompt(lease="L", group=5, attempt=0, prompt="", tokens=[1], label=None, samples=[])
-        return m.Prompts(prompts=[prompt], serving=-1)
+        return one_prompt()
 
 
 class Patient(JobWorker):
@@ -294,18 +298,21 @@ class ResumedGateway:
         if self.num_leases > 1:
             await self.is_put.wait()
             return m.Prompts(prompts=[], serving=-1, is_exhausted=True)
-        prompt = m.Prompt(lease="L", group=5, attempt=0, prompt="", tokens=[1], label=None, samples=[])
-        return m.Prompts(prompts=[prompt], serving=-1)
+        return one_prompt()
 
     async def report(self, version):
         raise refused("/v1/weights/loaded", "wrong_hash")
 
 
-class Generated(JobWorker):
-    """Puts each group as one sample."""
+class Whole(JobWorker):
+    """Makes each group of one sample."""
 
     async def generate(self, assignment):
         return [sample_of(reward=1.0)]
+
+
+class Generated(Whole):
+    """Puts it without asking its filters."""
 
     async def finish(self, assignment, samples):
         await self.keep(assignment, samples)
@@ -338,8 +345,7 @@ class RejectingGateway:
         if self.num_leases > 1:
             await self.is_ended.wait()
             return m.Prompts(prompts=[], serving=-1, is_exhausted=True)
-        prompt = m.Prompt(lease="L", group=5, attempt=0, prompt="", tokens=[1], label=None, samples=[])
-        return m.Prompts(prompts=[prompt], serving=-1)
+        return one_prompt()
 
 
 @pytest.mark.timeout(60)
@@ -359,21 +365,10 @@ class EndlessGateway(RejectingGateway):
     async def call(self, path, message, kind, **waits):
         if kind is m.Prompts:
             self.num_leases += 1
-            lease = f"L{self.num_leases}"
-            prompt = m.Prompt(
-                lease=lease, group=self.num_leases, attempt=0, prompt="", tokens=[1], label=None, samples=[]
-            )
-            return m.Prompts(prompts=[prompt], serving=-1)
+            return one_prompt(f"L{self.num_leases}", self.num_leases)
         if kind is m.Alive:
             return m.Alive(leases=[f"L{number + 1}" for number in range(self.num_leases)], serving=-1)
         return await super().call(path, message, kind, **waits)
-
-
-class Whole(JobWorker):
-    """Decides itself about each group, of one sample."""
-
-    async def generate(self, assignment):
-        return [sample_of(reward=1.0)]
 
 
 @pytest.mark.timeout(60)
