@@ -12,7 +12,6 @@ The ledger issues it before any new prompt, also after a restart, and generation
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -53,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 NAMED = "rollout-worker-"
 STOP_S = 10.0
-SHARE_S = 1.0
 NEWS_S = 30.0
 """How long one wait for a change of the ledger lasts; then it is repeated. No change is missed in between."""
 
@@ -80,7 +78,7 @@ class RolloutWorker(GroupWorker, StoresGroups):
         self._future: Future[None] | None = None
         self._num_slots = (args.transferqueue_max_staleness + 1) * args.rollout_batch_size
         self._max_running = self._num_slots  # prompts in progress here
-        self._ended = asyncio.Event()  # set when a prompt that was in progress has ended
+        self._ended = asyncio.Event()  # set when a prompt that was in progress has ended, or the share is another
         self.waits_for = ""  # what the loop that takes prompts waits for; empty when it does not wait
 
     def start(self) -> None:
@@ -92,6 +90,11 @@ class RolloutWorker(GroupWorker, StoresGroups):
     def share(self, num_workers: int) -> None:
         """Set the number of workers that take prompts: each takes at most its share of the slots. Any thread."""
         self._max_running = -(-self._num_slots // num_workers)
+        rollout_loop().submit(self._look_again())
+
+    async def _look_again(self) -> None:
+        """Let the loop that takes prompts look at the share, which may have grown."""
+        self._ended.set()
 
     def stop(self) -> None:
         """End at once. Prompts in progress stay in the ledger and are issued again. Calling it again does nothing.
@@ -166,11 +169,9 @@ class RolloutWorker(GroupWorker, StoresGroups):
         return Assignment(task=issued.task, prompts=prompts, serving=serving, partial=issued.partial)
 
     async def _wait_until_one_ends(self) -> None:
-        """Wait until a prompt in progress here ends; or SHARE_S, because the worker's share may have grown."""
+        """Wait until a prompt in progress here ends, or the worker's share is another."""
         self._ended.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SHARE_S):
-                await self._ended.wait()
+        await self._ended.wait()
 
     async def watch(self) -> None:
         """Renew the leases of this worker's groups; cancel those that the ledger gave to another worker. Waits for: the

@@ -67,6 +67,20 @@ def test_at_staleness_1_the_next_round_is_answered_while_one_trains(tmp_path, mo
         run.train(1)
 
 
+@pytest.mark.timeout(60)
+def test_a_worker_whose_share_grows_takes_more_prompts_though_none_of_its_own_has_ended(tmp_path, model_dir):
+    """What a dead worker was at goes to those that live, before another one has started in its place."""
+    with (
+        ScriptedEngine(lambda _: Hang()) as engine,
+        Streaming(tmp_path, engine, model_dir, staleness=1, starts=False) as run,
+    ):
+        run.worker.share(2)
+        run.worker.start()
+        wait_until(run, lambda: run.worker.num_running == 2)
+        run.worker.share(1)
+        wait_until(run, lambda: run.status().active == 4)
+
+
 def test_what_an_older_group_asks_goes_before_the_prompts_of_the_next_round(tmp_path, model_dir):
     """Two turns an answer and one request at a time: first come, first served would ask every first turn first."""
     (tmp_path / "twice.py").write_text(
