@@ -196,11 +196,11 @@ def check_processes() -> Finding:
 def check_ports() -> Finding:
     """Check that a server on this machine can be reached, which a firewall or a proxy may prevent."""
     try:
-        with socket.socket() as server:
-            server.bind((LOOPBACK, free_port()))
-            server.listen()
-            with socket.create_connection(server.getsockname(), timeout=5):
-                pass
+        with (
+            socket.create_server((LOOPBACK, free_port())) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
+            pass
     except OSError as error:
         return Finding(
             Verdict.FAIL, "ports", f"{LOOPBACK} cannot be listened on and reached: {error}. Check firewall and sandbox."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
+from collections import deque
 from pathlib import Path
 
 import psutil
@@ -11,7 +13,7 @@ import psutil
 LOOPBACK = "127.0.0.1"
 FIRST = 20_000  # Ray gives its workers the ports from 10,002 to 19,999
 TRIES = 100
-_answered: set[int] = set()
+_reserved: deque[socket.socket] = deque(maxlen=256)  # the oldest is let go: its server has long begun to listen
 _kept: dict[int, socket.socket] = {}
 
 
@@ -43,21 +45,40 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str = LOOPBACK, *, in_a_row: int = 1) -> int:
-    """Return a port where nothing listens, another one at each call of this process. `in_a_row`: the first of so many
-    ports of which this is true.
+    """Return a port for a server of this process or of one that it starts: nobody else gets it as long as this process
+    lives. `in_a_row`: the first of so many ports of which this is true.
 
     It lies below those that the kernel gives to outgoing connections. A server may take half a minute to begin to
     listen, and meanwhile thousands of connections are opened here, each of which could have got a port of the kernel's
-    own choice. Another server may still take it first, so the user of it must report a failure.
+    own choice. A program that does not ask this function may still take it, so the user of it must report a failure.
     """
     chance = random.SystemRandom()  # seeded runs must not all try the same ports
     for first in chance.sample(range(FIRST, _first_of_connections() - in_a_row + 1), TRIES):
-        ports = range(first, first + in_a_row)
-        if _answered.isdisjoint(ports) and all(port_is_free(host, port) for port in ports):
-            _answered.update(ports)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as row:
+            reserved = [row.enter_context(_reservation(host, port)) for port in range(first, first + in_a_row)]
+            row.pop_all()
+            _reserved.extend(reserved)
             return first
-    row = f"{in_a_row} free ports in a row" if in_a_row > 1 else "free port"
-    raise OSError(f"no {row} among {TRIES} tried from {FIRST} to {_first_of_connections() - 1}")
+    row_of = f"{in_a_row} free ports in a row" if in_a_row > 1 else "free port"
+    raise OSError(f"no {row_of} among {TRIES} tried from {FIRST} to {_first_of_connections() - 1}")
+
+
+def _reservation(host: str, port: int) -> socket.socket:
+    """Return a socket that has the port at every address of the machine and never listens. OSError when any other
+    socket has it.
+
+    A server may listen beside it, for servers set SO_REUSEADDR and so does this socket; set after it has bound, else it
+    could not tell a port that another process has reserved.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        reserved.bind(("", port))
+    except OSError:
+        reserved.close()
+        raise
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return reserved
 
 
 def kept_port(host: str, backlog: int) -> int:

@@ -1,12 +1,16 @@
 """Ports: free ones are free, taken ones are not."""
 
+import contextlib
+import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from vime.utils import network
-from vime.utils.network import FIRST, free_port, port_is_free
+from vime.utils.network import FIRST, TRIES, free_port, port_is_free
 
 LOWEST_OF_CONNECTIONS = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
@@ -27,15 +31,59 @@ def test_a_free_port_is_none_that_an_outgoing_connection_may_get_before_its_serv
         assert max(ports) < connection.getsockname()[1]
 
 
+def test_no_process_gets_a_port_that_another_one_has_until_that_one_ends(monkeypatch):
+    """Between a server's start and its first listening lie seconds: two processes must not choose the same port."""
+    rows = (range(first, first + TRIES) for first in range(FIRST, 60_000, TRIES))
+    some = next(row[0] for row in rows if all(port_is_free("127.0.0.1", port) for port in row))
+    chosen = f"network.FIRST, network._first_of_connections = {some}, lambda: {some + TRIES}"
+    program = f"from vime.utils import network; {chosen}; print([network.free_port() for _ in range(50)], flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{program}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        theirs = json.loads(other.stdout.readline())
+        monkeypatch.setattr(network, "FIRST", some)
+        monkeypatch.setattr(network, "_first_of_connections", lambda: some + TRIES)
+        ours = [free_port() for _ in range(40)]
+        assert set(theirs).isdisjoint(ours)
+        other.communicate("end", timeout=30)
+    assert set(theirs) & {free_port() for _ in range(20)}, "at most ten that were not theirs are left"
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1", "127.0.0.2", "0.0.0.0"])
+def test_a_server_listens_at_the_port_it_was_given_and_a_second_does_not(where):
+    port = free_port()
+    with socket.create_server((where, port)):
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((where, port))
+        with pytest.raises(OSError, match="in use"):
+            network._reservation("127.0.0.1", port)
+
+
 def test_ports_in_a_row_are_all_free_and_nobody_gets_one_of_them_again(monkeypatch):
     monkeypatch.setattr(network, "FIRST", 20_000)
     monkeypatch.setattr(network, "_first_of_connections", lambda: 20_130)
-    monkeypatch.setattr(network, "_answered", {20_003})
-    monkeypatch.setattr(network, "port_is_free", lambda _host, port: port % 10 > 0)
+    monkeypatch.setattr(network, "_reserved", [])
+    asked, taken = [], {20_003}
+
+    class Reservation(contextlib.closing):
+        def __init__(self, _host, port):
+            asked.append(port)
+            if port in taken or port % 10 == 0:
+                raise OSError
+            super().__init__(self)
+            self.port = port
+            taken.add(port)
+
+        def close(self):
+            taken.remove(self.port)
+
+    monkeypatch.setattr(network, "_reservation", Reservation)
     found, later = free_port(in_a_row=9), free_port(in_a_row=9)  # a row begins at each 20_0n1, but at 20_001
     assert (found % 10, later % 10) == (1, 1)
     assert len({20_001, found, later}) == 3
-    network._answered.update(range(20_005, 20_130, 10))
+    assert taken == {20_003, *range(found, found + 9), *range(later, later + 9)}, "those of no whole row are let go"
+    assert [each.port for each in network._reserved] == [*range(found, found + 9), *range(later, later + 9)]
+    taken.update(range(20_005, 20_130, 10))
     with pytest.raises(OSError, match="no 9 free ports in a row"):
         free_port(in_a_row=9)
     with pytest.raises(OSError, match="no 10 free ports in a row among 100 tried from 20000 to 20129"):
