@@ -39,7 +39,7 @@ class Screen:
         """`log_interval`: on a terminal, rounds between two permanent lines."""
         self._run_dir, self._log_interval = Path(run_dir), log_interval
         self._log = _ProgressLog(self._run_dir)
-        self._console = Console(file=stream or sys.stdout, highlight=False)
+        self._console = _Console(file=stream or sys.stdout, highlight=False)
         self.is_live = self._console.is_terminal  # otherwise `activity` is not shown
         self._started = self._stage_started = self._round_started = time.monotonic()
         self._stage: str | None = None
@@ -118,7 +118,8 @@ class Screen:
     def finish(self, summary: RunSummary | None = None) -> None:
         """Show the end screen; without `summary` it is read from the run directory."""
         self._close_live()
-        show_report(summary or summarise(self._run_dir), self._console)
+        with contextlib.suppress(OSError):
+            show_report(summary or summarise(self._run_dir), self._console)
 
     def failed(self, message: str) -> None:
         """Print the end of a run that did not finish, on stderr: what happened and where to look."""
@@ -126,8 +127,9 @@ class Screen:
         self._log.write(f"failed: {message}")
         page = self._run_dir / "report.html"
         report = f"Report: {page}\n" if page.is_file() else ""
-        sys.stderr.write(f"failed: {message}\n{report}Run directory: {self._run_dir}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # whoever read it has ended, or the disk is full
+            sys.stderr.write(f"failed: {message}\n{report}Run directory: {self._run_dir}\n")
+            sys.stderr.flush()
 
     def _time_left(self, rollout_id: int) -> str:
         per_round = sum(self._durations) / len(self._durations)
@@ -154,13 +156,22 @@ class Screen:
 
     def _say(self, line: str) -> None:
         self._log.write(line)
-        self._console.print(Text(line), soft_wrap=True)
+        with contextlib.suppress(OSError):  # of a disk that is full, where output goes to a file
+            self._console.print(Text(line), soft_wrap=True)
 
     def _close_live(self, *, is_done: bool = True) -> None:
         self._end_stage(is_done=is_done)
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Go on without a screen when whoever read it has ended (`| head`, `| tee` in a terminal that was closed).
+        rich itself would end the process, unsaved."""
+        with contextlib.suppress(SystemExit, OSError):
+            super().on_broken_pipe()
 
 
 class _ProgressLog:

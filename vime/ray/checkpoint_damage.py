@@ -43,9 +43,11 @@ def doubts(checkpoint: Path, load: str | None) -> Iterator[str]:
     if not _has_manifest(checkpoint):
         yield f"{checkpoint} has no {MANIFEST}: it was written before manifests existed; damage would not be seen."
     if load is not None and Path(load) != checkpoint:  # the marker chose it
-        complete = complete_checkpoints(checkpoint.parent)
-        behind = complete[complete.index(checkpoint) + 1 :]
-        later = [path.name for path in behind if path.name > checkpoint.name]
+        names = [path.name for path in complete_checkpoints(checkpoint.parent)]
+        is_among = checkpoint.name in names  # a link to one that lies elsewhere is not
+        later = (
+            [name for name in names[names.index(checkpoint.name) + 1 :] if name > checkpoint.name] if is_among else []
+        )
         if later:
             yield (
                 f"{checkpoint.parent / LATEST} names {checkpoint.name}, but {', '.join(later)} was written later. "

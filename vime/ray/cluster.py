@@ -247,7 +247,7 @@ def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]
     for attempt in itertools.count(1):
         others = set(psutil.Process().children(recursive=True))
         try:
-            with waiting("a local Ray to start", deadline_s=START_S), servers_alone(worker_program):
+            with waiting("a local Ray to start", deadline_s=START_S), own_sigterm(), servers_alone(worker_program):
                 ray.init(
                     address="local",  # never the cluster that some `ray start` left a note about
                     num_cpus=num_cpus,
@@ -300,6 +300,9 @@ def servers_alone(worker_program: str | None) -> Iterator[None]:
     reader of logs (which serves `log_to_driver`) and most of the agent's modules: 4 of Ray's 6 CPU seconds and half of
     the time that its start takes. They are asked for in three places of Ray's Python part, by module.
 
+    What is started gets a process group of its own: a SIGTERM to that of the driver, as `timeout` and schedulers send
+    it, asks for a save, which needs Ray.
+
     The two agents that are left end with the raylet, their parent. By themselves they would tell the cluster server of
     its death first: after a kill of the driver, which ends both servers, they would try that for a minute.
     """
@@ -309,12 +312,27 @@ def servers_alone(worker_program: str | None) -> Iterator[None]:
         return [sys.executable, "-I", "-S", die_with_parent.__file__, "0", *python_command(*arguments, **options)]
 
     less = {"no_monitor": True, "include_log_monitor": False, "setup_worker_path": worker_program}
+    own_group = functools.partial(cast("Callable[..., object]", services.ConsolePopen), process_group=0)
     replaced: list[tuple[ModuleType, str, Callable[..., object]]] = [
         (parameter, "RayParams", functools.partial(cast("Callable[..., object]", parameter.RayParams), **less)),
         (services, "start_api_server", lambda *_, **__: (None, None)),  # its result for a dashboard that did not start
         (ray_utils, "get_dashboard_dependency_error", lambda: "not wanted"),  # as where no dashboard is installed
         (services, "_build_python_executable_command_memory_profileable", of_an_agent),
+        (services, "ConsolePopen", own_group),
     ]
+    with _replaced(replaced):
+        yield
+
+
+@contextlib.contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Have `ray.init` in the block leave SIGTERM alone. Its own handler would end this process at once, unsaved."""
+    with _replaced([(ray_utils, "set_sigterm_handler", lambda _handler: None)]):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(replaced: list[tuple[ModuleType, str, Callable[..., object]]]) -> Iterator[None]:
     stock = [getattr(module, name) for module, name, _ in replaced]
     for module, name, stand_in in replaced:
         setattr(module, name, stand_in)
@@ -349,7 +367,7 @@ def _join_ray(config: Config) -> None:
         raise ClusterError(f"--ray-address {asked}: {error} {START_ONE}") from error
     _agree_on_token(asked if asked == address else f"{asked} ({address})", address)
     try:
-        with waiting("the Ray cluster to answer", f"ray://{address}", deadline_s=START_S):
+        with waiting("the Ray cluster to answer", f"ray://{address}", deadline_s=START_S), own_sigterm():
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as error:  # boundary: Ray raises different errors for other versions, lost nodes and slow replies
         logger.info("--ray-address %s cannot be joined", asked, exc_info=True)

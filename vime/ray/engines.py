@@ -296,7 +296,8 @@ class Engines:
         self._serving, self._is_discarded = version, False
         self._started_routers.serve()
         confirmed = {report.engine for report in reports}
-        updated = [engine for engine in self._engines if engine.address in self._updated]
+        asked = set(self._updated)
+        updated = [engine for engine in self._engines if engine.address in asked]
         for engine in updated:
             if engine.name in confirmed and engine.state is not EngineState.DRAINING:
                 self._readmit(engine, version)
@@ -429,9 +430,10 @@ class Engines:
                 name = open_checks[ref]
                 if name in self._checks and self._checks[name].ref == ref:  # else it was lost while another was read
                     self._read(name, is_updating=is_updating)
+        engines = {engine.name for engine in self._engines}
         for name, actor in self._watched().items():  # without those that were lost a moment ago
             check = self._checks.get(name)
-            deadline_s = self._health_s if self._named(name) else section.engine_health_timeout_secs
+            deadline_s = self._health_s if name in engines else section.engine_health_timeout_secs
             if check is None or (check.is_over and now - check.asked >= section.engine_health_interval_secs):
                 ref = actor.ask(ServerActor.check, deadline_s, is_updating)
                 self._checks[name] = _Check(ref, now, self._num_updates)

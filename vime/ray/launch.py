@@ -84,6 +84,7 @@ class End:
     code: int
     message: str = ""
     is_worth_a_restart: bool = False  # something died or hung; not: a wrong flag, plug-in, reward, or the user
+    is_safe: bool = False  # nothing is lost of what it trained
     trained_round: int = -1
 
 
@@ -122,10 +123,10 @@ def _run(config: Config, path: Path, schedule: Schedule, program: Program) -> in
             end = _attempt(config, attempts)
         else:
             end = _end_of_ray(config, path, program.loss)
-        while (again := restarts.after(end)) is not None:
+        while not interrupts.is_asked and (again := restarts.after(end)) is not None:
             events.emit(EventKind.RUN_RESTARTED, error=end.message, load=again.model.load)
             screen.warn(f"{end.message}\nstarting again: {restarts}")
-            end = _attempt(again, attempts)
+            end = _attempt(again, attempts, before=end)
     if end.code == 0 and not config.debug.debug_rollout_only:
         end = _audited(config, path, screen)
     if end.code:
@@ -151,13 +152,16 @@ class Restarts:
         self._config, self._limit = config, config.cluster.max_restarts
         self._root = checkpoint_root(config, path)
         self._found: Path | None = None  # the newest checkpoint before this run saved one
+        self.loaded: Path | None = None  # what --load meant then
         self.num, self._trained = 0, -1
         if loss is not None:
             self.num, self._trained = loss.num_restarts, loss.newest_round
             self._found = None if loss.found is None else Path(loss.found)
+            self.loaded = None if loss.loaded is None else Path(loss.loaded)
             return
         with contextlib.suppress(VimeError, OSError):  # reported where it is needed
             self._found = find_latest(self._root)
+            self.loaded = find_start(config.model.load).checkpoint
 
     def after(self, end: End) -> Config | None:
         """Return the configuration of the next attempt, which continues from the newest checkpoint; None when there is
@@ -185,16 +189,18 @@ class Restarts:
             num_restarts=self.num,
             newest_round=self._trained,
             found=None if self._found is None else str(self._found),
+            loaded=None if self.loaded is None else str(self.loaded),
         )
 
     def __str__(self) -> str:
         return f"restart {self.num} of {self._limit} without a trained round (--max-restarts)"
 
 
-def _attempt(config: Config, attempts: Attempts) -> End:
-    """Run one attempt: start every part, drive it, and stop it again. A failure in the start-up of the first attempt
-    ends the run, because it is most likely a mistake that the user should see at once."""
-    is_later, components = attempts.restarts.num > 0, None
+def _attempt(config: Config, attempts: Attempts, *, before: End | None = None) -> End:
+    """Run one attempt: start every part, drive it, and stop it again. `before`: how the one before it ended. A failure
+    in the start-up of the first attempt ends the run, because it is most likely a mistake that the user should see at
+    once; one in the stop of the parts changes nothing of how the attempt ended."""
+    is_later, components, ended = before is not None, None, None
 
     def go_on_without_ray(server: str) -> None:
         """Called by the thread that watches Ray's servers. There is hardly time for more: the library is about to end
@@ -220,24 +226,31 @@ def _attempt(config: Config, attempts: Attempts) -> End:
             go_on_without_ray,
             patience=_patience(config, attempts) if is_later else NO_PATIENCE,
         ) as components:
-            return _drive(components, attempts.schedule)
-    except VimeError as error:
+            components.saver.protect(attempts.restarts.loaded)
+            ended = _drive(components, attempts.schedule)
+    except (Exception, KeyboardInterrupt) as error:  # boundary: an unforeseen failure ends with a message too
+        if ended is None:
+            return _end_of_start(error, before, checkpoint_root(config, attempts.path))
+        logger.exception("the parts could not be stopped")
+        attempts.screen.warn(f"the parts could not be stopped: {type(error).__name__}: {error}")
+    return ended
+
+
+def _end_of_start(error: BaseException, before: End | None, root: Path) -> End:
+    """Return how an attempt ended whose schedule has not begun, or was ended by a second signal."""
+    is_later = before is not None
+    if isinstance(error, KeyboardInterrupt):
+        message = "stopped at once by a second signal: rounds trained since the last checkpoint are not saved. "
+        return End(code=INTERRUPTED, message=f"{message}--load continues from the last one, if there is one: {root}")
+    if isinstance(error, Interrupted):  # later than start-up, `_drive` takes it and saves
+        what = f"interrupted during {error}"
+        if before is None:
+            return End(code=INTERRUPTED, message=f"{what}: this run has trained nothing, so there is nothing to save.")
+        return End(code=INTERRUPTED if before.is_safe else before.code, message=f"{before.message}\n{what} after that.")
+    if isinstance(error, VimeError):
         return End(code=error.exit_code, message=str(error), is_worth_a_restart=is_later and may_pass(error))
-    except Interrupted as interruption:  # later than start-up, `_drive` takes it and saves
-        return End(
-            code=INTERRUPTED,
-            message=f"interrupted during {interruption}: this run has trained nothing, so there is nothing to save.",
-        )
-    except KeyboardInterrupt:
-        return End(
-            code=INTERRUPTED,
-            message="stopped at once by a second signal: rounds trained since the last checkpoint are not saved. "
-            f"--load continues from the last one, if there is one: {checkpoint_root(config, attempts.path)}",
-        )
-    except Exception as error:  # boundary: an unforeseen failure still ends with a message and exit code 3
-        return End(
-            code=VimeError.exit_code, message=_unforeseen(error), is_worth_a_restart=is_later and _is_passing(error)
-        )
+    assert isinstance(error, Exception)
+    return End(code=VimeError.exit_code, message=_unforeseen(error), is_worth_a_restart=is_later and _is_passing(error))
 
 
 def _patience(config: Config, attempts: Attempts) -> Patience:
@@ -257,10 +270,10 @@ def _drive(components: Components, schedule: Schedule) -> End:
         message, code = f"interrupted during {interruption}", INTERRUPTED
     except VimeError as error:
         message, code, is_worth_a_restart = str(error), error.exit_code, may_pass(error)
-    except Exception as error:  # boundary: an unforeseen failure costs no trained round either
+    except (Exception, SystemExit) as error:  # boundary: an unforeseen failure costs no trained round either
         message, code, is_worth_a_restart = _unforeseen(error), VimeError.exit_code, _is_passing(error)
     else:
-        return End(code=0)
+        return End(code=0, is_safe=True)
     is_safe, outcome = save_on_failure(components)
     if code == INTERRUPTED and not is_safe:
         code = VimeError.exit_code  # 130 says that nothing is lost
@@ -268,6 +281,7 @@ def _drive(components: Components, schedule: Schedule) -> End:
         code=code,
         message=f"{message}\n{outcome}",
         is_worth_a_restart=is_worth_a_restart,
+        is_safe=is_safe,
         trained_round=components.trained_round,
     )
 
@@ -313,12 +327,12 @@ def _audited(config: Config, path: Path, screen: Screen) -> End:
     return End(code=0)
 
 
-def _is_passing(error: Exception) -> bool:
+def _is_passing(error: BaseException) -> bool:
     """Whether it is an error of Ray outside a wait: a server of Ray that does not respond, or an actor that is gone."""
     return isinstance(error, ray.exceptions.RayError) or may_pass(error)
 
 
-def _unforeseen(error: Exception) -> str:
-    logger.exception("run failed")
+def _unforeseen(error: BaseException) -> str:
+    logger.error("run failed", exc_info=error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} (at {Path(last.filename).name}:{last.lineno})"

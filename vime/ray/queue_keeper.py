@@ -32,6 +32,10 @@ POLL_S = 0.5
 STOP_S = 5.0
 
 
+class _QueueLostError(ClusterError):
+    """An actor of the queue is dead or hangs."""
+
+
 class QueueKeeper:
     """Made and asked by the driver's main thread; a thread of its own watches the actors and replaces them."""
 
@@ -95,7 +99,8 @@ class QueueKeeper:
                 return
 
     def _check(self, address: QueueAddress) -> None:
-        """Ask each actor whether it lives, without waiting for it. ClusterError names one that is dead or hangs."""
+        """Ask each actor whether it lives, without waiting for it. _QueueLostError names one that is dead or
+        hangs."""
         for name, actor in actors_of(address).items():
             if name not in self._asked:
                 self._asked[name] = ask_whether_it_lives(actor)
@@ -107,9 +112,9 @@ class QueueKeeper:
                 try:
                     ray.get(done[0], timeout=STOP_S)
                 except ray.exceptions.RayActorError as error:
-                    raise ClusterError(f"The {name} died: {first_line(error)}") from error
+                    raise _QueueLostError(f"The {name} died: {first_line(error)}") from error
             elif self._silence[name].is_too_long():
-                raise ClusterError(f"The {name} lives, but has not responded for {HANGS_S:.0f} s.")
+                raise _QueueLostError(f"The {name} lives, but has not responded for {HANGS_S:.0f} s.")
 
     def _replace(self, error: VimeError) -> None:
         """Start queues until one is filled and everybody uses it. Raises the last loss after too many in a row."""
@@ -129,7 +134,7 @@ class QueueKeeper:
             try:
                 self._bring(self.address)
             except VimeError as again:
-                if not is_dead(self.address):
+                if not isinstance(again, _QueueLostError) and not is_dead(self.address):
                     raise
                 error = again
                 continue

@@ -46,6 +46,7 @@ class Loss:
     num_restarts: int
     newest_round: int
     found: str | None
+    loaded: str | None
 
 
 class Program:

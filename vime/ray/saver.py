@@ -58,6 +58,10 @@ class Saver:
         self.latest: Path | None = None  # of this run
         self._latest_round: int | None = None
 
+    def protect(self, checkpoint: Path | None) -> None:
+        """Never delete this one, if it is one: the attempt before a restart was loaded from it."""
+        self._protected = checkpoint or self._protected
+
     @property
     def newest_round(self) -> int | None:
         """The round of the save that is being written, or else of `latest`: one that failed does not count."""

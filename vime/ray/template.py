@@ -89,6 +89,7 @@ class BaseProcess:
                 stderr=subprocess.DEVNULL,  # warnings of imports; what failed is said to who asks for a copy
                 env={**os.environ, **OF_RAYS_SERVERS},
                 pass_fds=[number],
+                process_group=0,  # a SIGTERM to the driver's group asks for a save, which needs workers
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -167,7 +167,7 @@ def _raise_failure(
         for ref in of:
             try:
                 _value(ref, name, owner if len(refs) == 1 else f"{owner} {refs.index(ref)}")
-            except (ClusterError, PartError) as error:
+            except VimeError as error:
                 found.append(error)
         return sorted(found, key=lambda error: (not isinstance(error, _ActorDiedError), isinstance(error, LostError)))
 

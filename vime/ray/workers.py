@@ -414,17 +414,8 @@ class RemoteWorkers:
             "max_concurrency": 4,
             "scheduling_strategy": "SPREAD",  # over the nodes of a cluster, as the engines are
         }
-        actor = start_actor(
-            RolloutWorkerActor,
-            options,
-            self._config,
-            number,
-            name,
-            str(self._run_dir),
-            self._queue_address,
-            self._ledger,
-            self._engine_key,
-        )
+        told = (self._config, number, name, str(self._run_dir), self._queue_address, self._ledger)
+        actor = start_actor(RolloutWorkerActor, options, *told, self._engine_key)
         with self._lock:
             self._names.add(name)
         return _Host(number=number, name=name, actor=actor)
@@ -438,17 +429,8 @@ class RemoteWorkers:
             "max_concurrency": 4,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         }
-        gateway = start_actor(
-            GatewayActor,
-            options,
-            self._config,
-            self._gateway_number,
-            name,
-            str(self._run_dir),
-            self._queue_address,
-            self._ledger,
-            self._address,
-        )
+        told = (self._config, self._gateway_number, name, str(self._run_dir), self._queue_address, self._ledger)
+        gateway = start_actor(GatewayActor, options, *told, self._address)
         with self._lock:
             self._names.add(name)
         return _Host(number=self._gateway_number, name=name, actor=gateway, gateway=gateway)
@@ -517,6 +499,8 @@ class RemoteWorkers:
             host.report, host.heard = ray.get(asked), time.monotonic()
         except ray.exceptions.RayActorError as error:
             logger.warning("%s (%s) died: %s", _process(host), host.name, first_line(error))
+            if isinstance(error, ray.exceptions.ActorUnavailableError):  # of the network: it may live
+                _end(host)
             return True
         return False
 
@@ -533,18 +517,23 @@ class RemoteWorkers:
         self._share(self._alive())
         if host.report is not None:  # nobody will take them
             self._taken += host.report.stats.committed_groups
-        stored = self._taken + self.stats.committed_groups
-        self._deaths = self._deaths + 1 if stored == self._stored else 1
-        self._stored = stored
-        if self._deaths > MAX_DEATHS:
+        if self._count_death() > MAX_DEATHS:
             raise ClusterError(
                 f"{self._deaths} rollout workers died one after the other, and no group was stored in between. Look at "
                 f"RUN_DIR/logs/{_process(host)}.log and at the machine's memory; --load resumes the run."
             )
         starting.submit(self._bring_back, host.number)
 
+    def _count_death(self) -> int:
+        """Return how many died in a row, with this one."""
+        with self._lock:
+            stored = self._taken + sum(host.report.stats.committed_groups for host in self._hosts if host.report)
+            self._deaths = self._deaths + 1 if stored == self._stored else 1
+            self._stored = stored
+            return self._deaths
+
     def _bring_back(self, number: int) -> None:
-        address = self._queue_address
+        address, host = self._queue_address, None
         try:
             host = self._start_host(number)
             wait_for(
@@ -554,7 +543,11 @@ class RemoteWorkers:
                 deadline_s=self._config.cluster.start_timeout_secs,
             )
         except Exception as error:  # boundary: raised where a round waits
-            if self._has_other_queue_than(address):
+            if host is not None:
+                host.actor.kill()
+            died = isinstance(error, LostError) and not self._is_closed.is_set()
+            if self._has_other_queue_than(address) or (died and self._count_death() <= MAX_DEATHS):
+                logger.warning("rollout worker %d is started once more: %s", number, error)
                 self._bring_back(number)
             else:
                 self._failure = error

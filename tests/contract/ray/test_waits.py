@@ -9,7 +9,7 @@ import ray
 
 from benchmarks.unit_costs import tickets
 from vime.ray.waits import Interrupted, _raise_named, said_meanwhile, wait_for
-from vime.types import ClusterError, PartError, StaleError, WaitTimeoutError
+from vime.types import CheckpointError, ClusterError, PartError, StaleError, WaitTimeoutError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -25,6 +25,9 @@ class Rank:
 
     def fail(self) -> None:
         raise StaleError("sample 7: too old")
+
+    def fail_to_save(self) -> None:
+        raise CheckpointError("the checkpoint could not be written: connection closed by peer. Check free space")
 
     def crash(self) -> None:
         raise ZeroDivisionError("no such shard")
@@ -66,6 +69,18 @@ def test_answers_come_in_the_order_of_the_question(ranks) -> None:
 def test_a_failing_rank_ends_the_wait_while_its_peer_hangs(ranks) -> None:
     with pytest.raises(StaleError, match="sample 7: too old"):
         wait([ranks[0].hang.remote(), ranks[1].fail.remote()])
+
+
+def test_a_rank_that_died_while_the_others_saved_is_what_is_said(ranks) -> None:
+    """And the run starts again: what its peers say of their checkpoint would end it."""
+    for refs in (
+        lambda: [ranks[0].fail_to_save.remote(), ranks[1].die_later.remote()],
+        lambda: [ranks[1].die.remote(), ranks[0].fail_to_save.remote()],
+    ):
+        with pytest.raises(ClusterError, match=r"trainer [01] died"):
+            wait(refs())
+    with pytest.raises(CheckpointError, match="Check free space"):
+        wait([ranks[0].fail_to_save.remote(), ranks[0].fail_to_save.remote()])
 
 
 def test_an_unforeseen_error_names_the_wait_the_owner_and_the_cause(ranks) -> None:

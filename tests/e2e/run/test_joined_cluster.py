@@ -5,6 +5,7 @@ Each head has a home, ports and a temporary directory of its own, and ends with 
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ def test_two_runs_in_one_cluster_do_not_meet(
         assert sorted(second.metrics()) == [0, 1, 2]
         so_far = len(first.so_far().events("round_trained"))
         first.wait_for_event("round_trained", count=so_far + 2)
-        interrupt(first)
+        interrupt(first, signal.SIGTERM)  # as a scheduler does; Ray's library would end the process at once
         ended = first.finish()
     finally:
         first.kill()

@@ -1,5 +1,6 @@
 """The whole machine through train.py, as a user starts it: real Ray, vLLM, megatron-core and TransferQueue."""
 
+import signal
 import time
 from pathlib import Path
 
@@ -237,12 +238,14 @@ def test_an_engine_that_hangs_is_named_and_what_was_trained_is_saved(tiny_task: 
     assert f"State saved in {checkpoints}/iter_0000001; continue with --load {checkpoints}" in finished.output
 
 
-def test_ctrl_c_saves_the_last_round_and_resume_goes_on(tiny_task: TinyTask, tmp_path: Path) -> None:
+def test_sigterm_to_all_saves_the_last_round_and_resume_goes_on(tiny_task: TinyTask, tmp_path: Path) -> None:
+    """As `timeout` and schedulers send it, to the process group. Ray would end at once, and the driver by a handler of
+    Ray's; Ctrl-C goes the same way (test_colocated_run.py)."""
     flags = [*tiny_task.flags(), "--transferqueue-mode", "buffer", "--update-weight-transport", "disk"]
     background = ["--save-interval", "1", "--keep-checkpoints", "2", "--async-save"]
     training = Training("train.py", [*flags, *background, "--num-rollout", "1000"], tmp_path / "run")
     training.wait_for_event("round_trained", count=2)
-    interrupt(training)
+    interrupt(training, signal.SIGTERM)
     finished = training.finish()
     assert finished.code == 130, finished.output
     checkpoints = tmp_path / "run" / "checkpoints"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,3 +189,33 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> No
     pipe = io.StringIO()
     Screen(tmp_path, stream=pipe).note("still there")
     assert pipe.getvalue().endswith("still there\n")
+
+
+TELLS = """
+import sys
+from pathlib import Path
+from vime.observability.screen import Screen
+screen = Screen(Path(sys.argv[1]))
+sys.stdin.readline()  # whoever reads the screen has ended
+for number in range(3):
+    screen.note(f"line {number}")
+screen.begin(0, 1)
+screen.round_done(0, {})
+screen.failed("no such rubric")
+"""
+
+
+@pytest.mark.parametrize("where", ["a pipe that nobody reads", "a full disk"])
+def test_a_run_goes_on_when_nobody_can_read_its_screen(where: str, tmp_path: Path) -> None:
+    """As with `| head`, or `| tee log` in a terminal that was closed. rich would end the process with code 1."""
+    reads, writes = os.pipe() if where.startswith("a pipe") else (None, os.open("/dev/full", os.O_WRONLY))
+    with subprocess.Popen(
+        [sys.executable, "-c", TELLS, str(tmp_path)], stdin=subprocess.PIPE, stdout=writes, stderr=writes
+    ) as process:
+        os.close(writes)
+        if reads is not None:
+            assert os.read(reads, 9) == b"Run direc"
+            os.close(reads)
+        process.communicate(b"\n", timeout=60)
+    assert process.returncode == 0 or reads is None, "on a full disk Python itself ends with 120"
+    assert (tmp_path / "logs" / "progress.log").read_text().splitlines()[-1].endswith("failed: no such rubric")

@@ -165,6 +165,15 @@ def test_a_marker_that_names_an_older_checkpoint_is_said(tmp_path: Path) -> None
     assert list(doubts(chosen, str(tmp_path))) == []
 
 
+def test_a_checkpoint_that_is_a_link_to_another_disk_is_loaded_as_any_other(tmp_path: Path) -> None:
+    elsewhere, root = tmp_path / "elsewhere", tmp_path / "root"
+    root.mkdir()
+    saved(elsewhere, 4)
+    (root / "iter_0000004").symlink_to(elsewhere / "iter_0000004")
+    (root / LATEST).write_text("4\n")
+    assert list(doubts(root / "iter_0000004", str(root))) == []
+
+
 def test_a_run_that_starts_again_reads_its_checkpoint_before_it_starts_a_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +184,7 @@ def test_a_run_that_starts_again_reads_its_checkpoint_before_it_starts_a_part(
     config = parse(["--hf-checkpoint", "models/m", "--load", str(tmp_path)])
 
     def life() -> launch.End:
-        return launch._attempt(config, Mock(path=tmp_path, restarts=Mock(num=1)))
+        return launch._attempt(config, Mock(path=tmp_path), before=launch.End(code=3))
 
     assert life().message == "the parts were started"  # there is no checkpoint yet
     checkpoint = saved(tmp_path, 0)

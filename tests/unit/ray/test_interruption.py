@@ -1,6 +1,7 @@
 """What a signal or a failure costs: nothing that was trained, and no false promise at the second signal."""
 
 import contextlib
+import itertools
 import os
 import pty
 import signal
@@ -226,7 +227,7 @@ def components(tmp_path: Path) -> Components:
     return make_machine(parse([]), tmp_path, num_rollout=9)
 
 
-def train_then_raise(error: Exception, *, rounds: int) -> launch.Schedule:
+def train_then_raise(error: BaseException, *, rounds: int) -> launch.Schedule:
     """A reward, an engine, the data or Vime itself fails while round number `rounds` is generated."""
 
     def schedule(components: Components) -> None:
@@ -353,6 +354,111 @@ def test_a_start_of_ray_that_fails_in_a_restart_is_a_restart_used(
     assert starts == [0, 77, 77, 77], "only restarts wait for nodes of a cluster"
     said = capsys.readouterr()
     assert "restart 3 of 3" in said.out + said.err
+
+
+def lives(
+    monkeypatch: pytest.MonkeyPatch, starts: Callable[[int], Components], stop: Callable[[], None] = lambda: None
+) -> None:
+    """`starts(number of the attempt)` starts all parts; `stop` is called when they end."""
+    count = itertools.count(1)
+
+    @contextlib.contextmanager
+    def start_components(*_: Any, **__: Any) -> Iterator[Components]:
+        yield starts(next(count))
+        stop()
+
+    monkeypatch.setattr(launch, "start_components", start_components)
+    monkeypatch.setattr(launch, "setup_logging", lambda *_: None)
+
+
+def test_a_rank_that_dies_after_ctrl_c_starts_nothing_again(
+    components: Components, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the start ended by the signal would say that this run has trained nothing."""
+    lives(monkeypatch, lambda _number: components)
+
+    def schedule(components: Components) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        train_then_raise(EngineLostError("engine-0 ended"), rounds=2)(components)
+
+    assert launch._run(parse(["--max-restarts", "3"]), components.run_dir, schedule, FIRST_PROGRAM) == 3
+    said = "".join(capsys.readouterr())
+    assert f"engine-0 ended\nState saved in {components.checkpoint_root}" in said
+    assert "starting again" not in said
+    assert "trained nothing" not in said
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_ctrl_c_in_a_restart_says_what_became_of_the_rounds_before(
+    is_saved: bool, components: Components, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def starts(number: int) -> Components:
+        if number == 2:
+            raise Interrupted("start-up")
+        return components
+
+    lives(monkeypatch, starts)
+    if not is_saved:
+        components.parts.trainers.faults["save"] = OSError("no space left on device")  # type: ignore[union-attr]
+    schedule = train_then_raise(EngineLostError("engine-0 ended"), rounds=2)
+    config = parse(["--max-restarts", "3"])
+    code = launch._run(config, components.run_dir, schedule, FIRST_PROGRAM)
+    said = "".join(capsys.readouterr())
+    assert code == (130 if is_saved else 3)
+    end = said[said.rindex("failed: ") :]
+    assert ("State saved in" if is_saved else "Saving round 1 failed too: ") in end
+    assert "interrupted during start-up" in end
+    assert "trained nothing" not in end
+
+
+@pytest.mark.parametrize("how", [OSError("no space left on device"), KeyboardInterrupt()])
+def test_a_stop_that_fails_does_not_replace_how_the_run_ended(
+    how: BaseException, components: Components, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop() -> None:
+        raise how
+
+    lives(monkeypatch, lambda _number: components, stop)
+    schedule = train_then_raise(RewardError("no such rubric"), rounds=2)
+    assert launch._run(parse([]), components.run_dir, schedule, FIRST_PROGRAM) == 3
+    said = "".join(capsys.readouterr())
+    assert f"no such rubric\nState saved in {components.checkpoint_root}" in said
+    assert f"the parts could not be stopped: {type(how).__name__}" in said
+
+
+def test_an_exit_that_a_library_asks_for_costs_no_trained_round(components: Components) -> None:
+    end = launch._drive(components, train_then_raise(SystemExit(1), rounds=2))
+    assert end.code == 3
+    assert read_run_state(find_latest(components.checkpoint_root)).rollout_id == 1
+
+
+def test_a_restart_keeps_the_checkpoint_that_the_run_was_loaded_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--keep-checkpoints deletes all but the newest; "always the one this run was loaded from" is of the first
+    attempt."""
+    root = tmp_path / "checkpoints"
+    for rollout_id in (3, 4):
+        save_checkpoint(root, RunState(rollout_id=rollout_id, version=5, data_source={}), lambda _directory: None)
+    flags = ["--max-restarts", "3", "--save", str(root), "--keep-checkpoints", "1", "--save-interval", "1"]
+    config = parse([*flags, "--load", str(root / "iter_0000003")])
+
+    def starts(number: int) -> Components:
+        components = make_machine(config, tmp_path, num_rollout=6 if number == 1 else 9)
+        components._start = Start(rollout_id=4 if number == 1 else 6, checkpoint=None)
+        return components
+
+    def schedule(components: Components) -> None:
+        num_rollout = components.parts.num_rollout
+        for rollout_id in components.rounds():
+            components.train(GeneratedRound(rollout_id=rollout_id, ticket=TICKET, metrics={}))
+            components.save_if_due(rollout_id)
+        if num_rollout == 6:
+            raise EngineLostError("engine-0 ended")
+
+    lives(monkeypatch, starts)
+    assert launch._run(config, tmp_path, schedule, FIRST_PROGRAM) == 3, "the audit finds no receipts"
+    assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000003", "iter_0000008"]
 
 
 def test_a_failure_before_the_first_round_is_trained_saves_nothing(components: Components) -> None:

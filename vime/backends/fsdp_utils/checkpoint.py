@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from vime.backends.adapters import refuse_other_adapter, refuse_other_kind
 from vime.backends.fsdp_utils.hf_weights import adapter_tensors, distinct_tensors
 from vime.backends.fsdp_utils.optimizer import ShardOptimizer
-from vime.types import CheckpointError, describe
+from vime.types import CheckpointError, describe, is_machine_fault
 
 logger = logging.getLogger(__name__)
 FORMAT = "fsdp 2"
@@ -71,7 +71,11 @@ def save(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         dcp.save(cast("dict[str, object]", state), checkpoint_id=directory)
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise  # of this machine or a lost peer: they say nothing about the checkpoint
     except FAILURES as error:
+        if is_machine_fault(error):
+            raise
         raise CheckpointError.unwritable(directory, describe(error)) from error
 
 

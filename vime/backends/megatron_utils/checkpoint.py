@@ -36,7 +36,7 @@ from vime.backends.adapters import refuse_other_adapter, refuse_other_kind
 from vime.backends.megatron_utils.checkpoint_writer import PendingSave, PlannedStrategy
 from vime.backends.megatron_utils.lora import Adapter
 from vime.backends.megatron_utils.optimizer import PolicyOptimizer
-from vime.types import CheckpointError, describe
+from vime.types import CheckpointError, describe, is_machine_fault
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
@@ -86,6 +86,8 @@ def save(
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # of this machine or a lost peer: they say nothing about the checkpoint
     except (OSError, CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:  # torch: disk full
+        if is_machine_fault(error):
+            raise
         raise CheckpointError.unwritable(directory, describe(error)) from error
     pending = PendingSave(directory, strategy, group)
     if in_background:

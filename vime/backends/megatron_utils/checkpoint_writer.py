@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from vime.types import CheckpointError, WaitTimeoutError, describe
+from vime.types import CheckpointError, WaitTimeoutError, describe, is_machine_fault
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.hashing import new_hash
 from vime.utils.manifest import Entry
@@ -103,6 +103,7 @@ class PendingSave:
         self._writer, self._metadata, self._group = planned.writer, planned.metadata, group
         self.hashes: dict[Path, Entry] = {}
         self._failure: str | None = None
+        self._fault: Exception | None = None  # of a peer that is lost: it says nothing about the disk
         self._thread: threading.Thread | None = None
 
     def copy(self) -> None:
@@ -135,10 +136,12 @@ class PendingSave:
             self._failure = self._agree(mine)
         except Exception as error:  # boundary: a rank that is gone ends the wait of the others
             self._failure = f"the trainer ranks could not agree: {describe(error)}"
+            self._fault = error if is_machine_fault(error) else None
         logger.info("%s: written in %.1f s, failure: %s", self.directory, time.monotonic() - started, self._failure)
 
     def wait(self, deadline_s: float) -> None:
-        """Wait until the checkpoint is complete on every rank; raises CheckpointError when it cannot be."""
+        """Wait until the checkpoint is complete on every rank. Raises CheckpointError when it cannot be, and what torch
+        says of a peer that is lost."""
         if self._thread is not None:
             with waiting("the checkpoint's bytes to be written", deadline_s=deadline_s):
                 self._thread.join(deadline_s)
@@ -149,6 +152,8 @@ class PendingSave:
                     "checkpoint-writer",
                     "The disk is slow or a trainer rank hangs; the previous checkpoint is untouched.",
                 )
+        if self._fault is not None:
+            raise self._fault
         if self._failure is not None:
             raise CheckpointError.unwritable(self.directory, self._failure)
 
