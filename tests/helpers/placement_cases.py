@@ -80,16 +80,25 @@ class World:
         """Somebody else's job has so many GPUs: gpu_0=4."""
         groups = [placement_group([{"GPU": n, name.replace("_", "-"): 1}]) for name, n in gpus.items()]
         assert all(group.wait(60) for group in groups)
+        until(lambda: free_gpus() == GPUS * self.num_nodes - sum(gpus.values()))
         try:
             yield
         finally:
             for group in groups:
                 remove_placement_group(group)
+            until(lambda: free_gpus() == GPUS * self.num_nodes)
 
     def run(self, *flags: str, starts: bool = False) -> dict[str, object]:
         """Reserve what a run with these flags would: the node of each rank and engine, by what Ray lists. `starts`: an
-        actor for each, which says its node and its GPUs."""
-        config = parse([*FLAGS, *flags])
+        actor for each, which says its node and its GPUs. What they had is free again when this returns: Ray would pack
+        the next case around it."""
+        config, before = parse([*FLAGS, *flags]), free_gpus()
+        try:
+            return self._run(config, starts=starts)
+        finally:
+            until(lambda: free_gpus() >= before)
+
+    def _run(self, config: Config, *, starts: bool) -> dict[str, object]:
         try:
             with placement.reserved(config) as places:
                 if not starts:
