@@ -71,7 +71,9 @@ class AlgoConfig:
         "always k1: the others give almost no gradient there",
         choices=("k1", "k2", "k3", "low_var_kl"),
     )
-    use_unbiased_kl: bool = flag(False, "multiply the KL term of the loss by the probability ratio")
+    use_unbiased_kl: bool = flag(
+        False, "multiply the KL term of the loss by the probability ratio and the weight of --off-policy-correction"
+    )
     use_opd: bool = flag(
         False,
         "on-policy distillation: pull tokens towards a teacher: that of --opd-teacher-load, or the column "
