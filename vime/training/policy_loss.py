@@ -50,8 +50,8 @@ class PolicyLoss:
 
     Denominators are the step's, over all ranks and micro-batches (`StepPlan.num_samples`, `num_tokens`); see
     `losses.reduce_loss`. A token that a correction drops still counts in them. The old (proximal) policy of a token
-    is the one the round began with: the column `OLD_LOGP`, or, when there is none because the round is one step, the
-    policy itself; under --use-rollout-logprobs the engine's.
+    is the one the round began with: the column `OLD_LOGP`, or, when there is none because the round is one step or
+    imitates, the policy itself; under --use-rollout-logprobs the engine's.
     """
 
     algo: AlgoConfig

@@ -13,7 +13,7 @@ from vime.batching.pack import PackedBatch, pack
 from vime.config.training import AlgoConfig
 from vime.data.rows import TrainRow
 from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS, sample_token_columns
-from vime.training.loss_statistics import STATISTICS, to_metrics
+from vime.training.loss_statistics import SHARES, STATISTICS, to_metrics
 from vime.training.policy_loss import PolicyLoss
 from vime.types import PluginError, StepPlan
 
@@ -269,6 +269,12 @@ def test_metrics_tell_staleness_apart() -> None:
     assert "train/ess/staleness_1" not in found
     alone = to_metrics(list(statistics(packed()).values()), with_mismatch=False)
     assert not [name for name in alone if "staleness" in name]
+
+
+def test_imitation_has_no_metric_that_compares_with_an_engine() -> None:
+    batch = packed(**{STALENESS: [[0.0, 0.0], [2.0]]})
+    found = to_metrics(list(statistics(batch, loss_type="sft_loss").values()), with_mismatch=False, is_sampled=False)
+    assert sorted(found) == sorted(f"train/{name}" for name in SHARES)
 
 
 @pytest.mark.parametrize(
