@@ -173,17 +173,22 @@ def row_loss(
     weight = (old - engine).exp()
     match flags.get("off_policy_correction"):
         case "tis":
-            value = value * weight.clamp(flags["tis_clip_low"], TIS_HIGH)
+            weight = weight.clamp(flags["tis_clip_low"], TIS_HIGH)
         case "decoupled":
-            value = value * weight * (weight <= TIS_HIGH)
+            weight = weight * (weight <= TIS_HIGH)
         case "icepop":
-            value = value * weight * ((weight <= TIS_HIGH) & (weight >= 1 / TIS_HIGH))
+            weight = weight * ((weight <= TIS_HIGH) & (weight >= 1 / TIS_HIGH))
         case "mis":
-            value = value * (((old - engine) * mask).sum() / length).exp().clamp(flags["tis_clip_low"], TIS_HIGH)
+            weight = (((old - engine) * mask).sum() / length).exp().clamp(flags["tis_clip_low"], TIS_HIGH)
+        case _:
+            weight = torch.ones_like(weight)
+    value = value * weight
     if flags.get("use_opsm"):
         drift = ((engine - logp.detach()) * mask).sum() / length
         value = torch.where((advantage < 0) & (drift > flags["opsm_delta"]), torch.zeros_like(value), value)
     if flags.get("use_kl_loss"):
         kl = (ref - logp).exp() - 1 - (ref - logp)
-        value = value + flags["kl_loss_coef"] * kl * ((logp - old).exp() if flags.get("use_unbiased_kl") else 1.0)
+        if flags.get("use_unbiased_kl"):
+            kl = kl * (logp - old).exp() * weight
+        value = value + flags["kl_loss_coef"] * kl
     return value

@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from tests.helpers.ledger_cases import Clock
 from tests.helpers.rollout_setup import make_args, write_jsonl
+from vime.data.rows import trained_tokens
 from vime.handoff.group_store import GroupStore, MemoryStore, groups_partition
 from vime.handoff.ledger import Ledger, LocalLedgerPort
 from vime.handoff.ledger_types import LedgerRules, RoundOrder
@@ -113,8 +116,8 @@ class Streaming:
 
     def read(self, round_id):
         """The round as the one rank of this run gets it: the ticket, the plan, and the rows by key."""
-        rows = [row for group in self.taken.groups for row in group.facts.rows]
-        trainable = sum(int(row["num_trainable"]) for row in rows)
+        rows = np.concatenate([group.facts.rows for group in self.taken.groups])
+        trainable = int(trained_tokens(rows).sum())
         step = StepPlan(micro_batches=((tuple(range(len(rows))),),), num_samples=len(rows), num_tokens=trainable)
         ticket = make_ticket(
             RoundPlan(rollout_id=round_id, steps=(step,)),

@@ -47,12 +47,15 @@ def kl_estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: str) -> Tensor:
     return k3_T.clamp(-LOW_VAR_KL_LIMIT, LOW_VAR_KL_LIMIT) if kind == "low_var_kl" else k3_T
 
 
-def unbiased_kl(kl_T: Tensor, log_ratio_T: Tensor) -> Tensor:
+def unbiased_kl(kl_T: Tensor, log_ratio_T: Tensor, weight_T: Tensor | None = None) -> Tensor:
     """Return the KL estimate times the importance ratio exp(logp - old_logp), with the graph of both; [T].
 
-    DeepSeek-V3.2 2025, unbiased KL estimate: tokens were sampled by the old policy, and the ratio makes it and its
-    GRADIENT unbiased under the present one; also at ratio 1, where the value is unchanged, the gradient is not. A log
-    ratio above `LOG_RATIO_LIMIT` counts as that limit, as in `losses.policy_loss`.
-    Example: kl 0.2, ratio 1.5 -> 0.3.
+    DeepSeek-V3.2 2025, unbiased KL estimate: tokens were sampled by another policy, and the ratio to it makes the
+    estimate and its GRADIENT unbiased under the present one; also at ratio 1, where the value is unchanged, the
+    gradient is not. Tokens that the engine sampled with older weights, or other arithmetic, need the constant
+    `weight_T` of the policy term, old / engine: both factors are the ratio to the engine, truncated as for the policy
+    term. A log ratio above `LOG_RATIO_LIMIT` counts as that limit, as in `losses.policy_loss`.
+    Example: kl 0.2, ratio 1.5 -> 0.3; with weight 0.5 -> 0.15.
     """
-    return kl_T * torch.exp(log_ratio_T.clamp(max=LOG_RATIO_LIMIT))
+    weighted_T = kl_T * torch.exp(log_ratio_T.clamp(max=LOG_RATIO_LIMIT))
+    return weighted_T if weight_T is None else weighted_T * weight_T

@@ -114,6 +114,12 @@ def _check_kl(algo: AlgoConfig) -> None:
             "is the gradient of logp, whose mean over tokens of the policy is 0, so the term only adds noise. Add "
             "--use-unbiased-kl, or use k2, k3 or low_var_kl."
         )
+    if algo.kl_loss_type == "k2" and algo.use_unbiased_kl:
+        raise ConfigError(
+            "--use-unbiased-kl with --kl-loss-type k2: got an estimate whose own gradient is that of the divergence "
+            "already; with the ratio it is not. Expected k1, k3 or low_var_kl, whose value is unbiased. Remove "
+            "--use-unbiased-kl, or use k3."
+        )
     if algo.use_unbiased_kl and not algo.use_kl_loss:
         raise ConfigError("--use-unbiased-kl has no effect without --use-kl-loss. Add the flag or remove this one.")
 

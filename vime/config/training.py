@@ -67,11 +67,13 @@ class AlgoConfig:
     kl_loss_coef: float = flag(0.0, "weight of the KL term", minimum=0)
     kl_loss_type: str = flag(
         "low_var_kl",
-        "KL estimator of the loss term; k1 needs --use-unbiased-kl. In token rewards (--kl-coef) it is always k1: the "
-        "others give almost no gradient there",
+        "KL estimator of the loss term; k1 needs --use-unbiased-kl, k2 refuses it. In token rewards (--kl-coef) it is "
+        "always k1: the others give almost no gradient there",
         choices=("k1", "k2", "k3", "low_var_kl"),
     )
-    use_unbiased_kl: bool = flag(False, "multiply the KL term of the loss by the probability ratio")
+    use_unbiased_kl: bool = flag(
+        False, "multiply the KL term of the loss by the probability ratio and the weight of --off-policy-correction"
+    )
     use_opd: bool = flag(
         False,
         "on-policy distillation: pull tokens towards a teacher: that of --opd-teacher-load, or the column "

@@ -34,7 +34,7 @@ FACTS = np.dtype(
         ("raw_reward", "<f8"),
         ("total_length", "<i4"),
         ("response_length", "<i4"),
-        ("num_trainable", "<i4"),
+        ("num_trainable", "<i4"),  # also of a removed row, which a plug-in may take in again: see `trained_tokens`
         ("oldest_trainable", "<i4"),  # version, among the trainable tokens; of all tokens when none is trainable
         ("oldest_version", "<i4"),  # among all response tokens; -1 without one
         ("newest_version", "<i4"),
@@ -237,9 +237,8 @@ class GroupFacts:
         return int(self.rows["chunk"].max()) + 1
 
     def remove(self, is_removed: Sequence[bool]) -> None:
-        """Take rows out of the loss; one entry for each row."""
+        """Decide which rows are out of the loss; one entry for each row."""
         self.rows["is_removed"] = is_removed
-        self.rows["num_trainable"][self.rows["is_removed"] > 0] = 0
 
     def completions(self) -> Iterator[SampleFacts]:
         is_first = np.diff(sample_numbers(self.rows), prepend=-1) > 0
@@ -263,7 +262,6 @@ def facts_of(chunks: Sequence[Sequence[TrainRow]], removed: Sequence[bool] = ())
     for chunk, rows in enumerate(chunks):
         for place, row in enumerate(rows):
             versions = [span.version for span in row.token_policy_versions]
-            is_removed = bool(removed) and removed[len(found)]
             oldest = min(versions, default=-1)
             found.append(
                 (
@@ -272,17 +270,22 @@ def facts_of(chunks: Sequence[Sequence[TrainRow]], removed: Sequence[bool] = ())
                     row.raw_reward,
                     row.total_length,
                     row.response_length,
-                    0 if is_removed else row.num_trainable,
-                    oldest if is_removed or not versions else row.oldest_version,
+                    row.num_trainable,
+                    row.oldest_version if versions else oldest,
                     oldest,
                     max(versions, default=-1),
                     chunk,
                     place,
                     STATUS_CODES.index(row.status),
-                    is_removed,
+                    bool(removed) and removed[len(found)],
                 )
             )
     return np.array(found, dtype=FACTS)
+
+
+def trained_tokens(rows: NDArray[np.void]) -> NDArray[np.int32]:
+    """Return how many tokens of each row are in the loss: none of a removed one."""
+    return np.where(rows["is_removed"] > 0, 0, rows["num_trainable"])
 
 
 def sample_numbers(rows: NDArray[np.void]) -> NDArray[np.int64]:
@@ -327,7 +330,7 @@ def check_versions(groups: Sequence[GroupFacts], rollout_id: int, max_staleness:
     r train round r: its tokens are of versions r - max staleness .. r."""
     for group in groups:
         rows = group.rows
-        is_too_old = (rows["num_trainable"] > 0) & (rollout_id - rows["oldest_trainable"] > max_staleness)
+        is_too_old = (trained_tokens(rows) > 0) & (rollout_id - rows["oldest_trainable"] > max_staleness)
         wrong = np.flatnonzero(is_too_old | (rows["newest_version"] > rollout_id))
         for row in rows[wrong[:1]]:
             raise StaleError(

@@ -15,7 +15,7 @@ from vime.batching.measure import plan_metrics
 from vime.batching.plan import join_plans, plan_round
 from vime.config.hf_config import ModelShape, read_model_shape
 from vime.config.parse import Config
-from vime.data.rows import sample_numbers
+from vime.data.rows import sample_numbers, trained_tokens
 from vime.ray.cluster import data_parallel_size
 from vime.training.columns import needs_old_log_prob
 from vime.training.roles import base_is_reference, needed_roles, policy_moves
@@ -66,7 +66,7 @@ class RoundPlanner:
         plan = plan_round(
             rollout_id,
             lengths,
-            rows["num_trainable"].tolist(),
+            trained_tokens(rows).tolist(),
             dp_size=data_parallel_size(self._config),
             samples_per_step=num_samples if is_early_batch or begun else batch.global_batch_size or num_samples,
             micro_batch_size=None if batch.use_dynamic_batch_size else batch.micro_batch_size,

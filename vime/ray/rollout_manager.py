@@ -20,7 +20,7 @@ from vime.batching.flops import RoundWork
 from vime.config.deadlines import rollout_deadline_s
 from vime.config.parse import Args, Config
 from vime.config.queue_checks import BUFFER
-from vime.data.rows import GroupFacts, TrainRow, check_versions
+from vime.data.rows import GroupFacts, TrainRow, check_versions, trained_tokens
 from vime.gateway.messages import SAMPLE_FAILED
 from vime.handoff.group_store import Handle, PayloadStore, StoredGroup, groups_partition, round_partition
 from vime.handoff.ledger import Ledger
@@ -359,7 +359,7 @@ class RolloutManager:
         """A few trained rows, where tokens may be older than the weights that train them."""
         if self._config.queue.transferqueue_max_staleness == 0:
             return ()
-        trained = np.flatnonzero(planned.rows["num_trainable"]).tolist()
+        trained = np.flatnonzero(trained_tokens(planned.rows)).tolist()
         numbers = trained[:: max(1, len(trained) // NUM_PROBES)][:NUM_PROBES]
         return tuple(read_some(self._store, ticket, numbers).values())
 

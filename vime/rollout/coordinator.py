@@ -7,6 +7,7 @@ made from what `take` returns.
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import threading
@@ -147,8 +148,10 @@ class RoundCoordinator:
         groups.sort(key=lambda group: group.task.group)
         fresh = [group for group in groups if group.task.group not in begun]
         facts = [group.facts for group in fresh]
-        mark_removed(self._args, facts, lambda: self.samples(fresh))
-        set_custom_rewards(self._args, facts, lambda: self.samples(fresh))
+        samples = functools.cache(lambda: self.samples(fresh))  # both plug-ins see what the first one did to them
+        mark_removed(self._args, facts, samples)
+        check_versions(facts, round_id, self._args.transferqueue_max_staleness)  # the marks may take a row in again
+        set_custom_rewards(self._args, facts, samples)
         self._take_time_s = time.monotonic() - began
         return TakenRound(lease=lease, groups=groups, begun=frozenset(begun))
 
@@ -161,11 +164,12 @@ class RoundCoordinator:
         return groups
 
     def samples(self, groups: Sequence[TakenGroup]) -> list[list[Sample]]:
-        """Return the completions themselves, read from where they are stored, for callers that need them."""
+        """Return the completions themselves, read from where they are stored, for callers that need them. They carry
+        the marks of --rollout-sample-filter-path."""
         found = self.workers.samples([group.record for group in groups])
-        for samples in found:
-            for sample in samples:
-                sample.rollout_id = self._round_id
+        for group, samples in zip(groups, found, strict=True):
+            for sample, is_removed in zip(samples, group.facts.rows["is_removed"].tolist(), strict=True):
+                sample.rollout_id, sample.remove_sample = self._round_id, bool(is_removed)
         return found
 
     def metrics(self, taken: TakenRound) -> dict[str, float]:
@@ -182,7 +186,7 @@ class RoundCoordinator:
             if completion.newest_version >= 0
         ]
         puts = stats.put_times_s
-        rewards = stats.rewards or [0.0]
+        before_filter = {"rollout/reward_mean_before_filter": statistics.fmean(stats.rewards)} if stats.rewards else {}
         return {
             **completion_metrics(completions, "rollout"),
             **version_metrics(completions, "rollout"),
@@ -190,7 +194,7 @@ class RoundCoordinator:
             **(stats.partial.metrics() if self._args.partial_rollout else {}),
             **stats.prompts.metrics(),
             **_job_metrics(taken),
-            "rollout/reward_mean_before_filter": statistics.fmean(rewards),
+            **before_filter,
             "rollout/num_groups": float(len(taken.groups)),
             "rollout/removed_samples": float(num_removed(completions)),
             "transferqueue/ready_groups": float(status.ready),

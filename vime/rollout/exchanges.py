@@ -174,6 +174,8 @@ def _asked(tokens: Sequence[int], start: int, end: int, exchanges: Sequence[Exch
     best: tuple[Exchange | None, int] = (None, 0)
     before = tuple(tokens[:start])
     for exchange in exchanges:
+        if len(exchange.prompt) != start:  # the prompts of a session share their beginning: comparing them is slow
+            continue
         count = min(len(exchange.token_ids), end - start)
         is_same = exchange.prompt == before and exchange.token_ids[:count] == tuple(tokens[start : start + count])
         if is_same and count > best[1]:

@@ -67,7 +67,7 @@ def completion_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[
         f"{prefix}/num_tokens": float(sum(lengths)),
         **entry_metrics(samples, prefix),
         **source_metrics(completions, prefix),
-        **length_metrics(completions, prefix),
+        **length_metrics(samples, prefix),
     }
 
 
@@ -107,7 +107,8 @@ def entry_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str, 
 
 
 def source_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
-    """Return reward, length and share of the rows of each data source; empty when none names one."""
+    """Return reward and share of the samples of each data source, which their first rows name, and the length of its
+    rows; empty when none names one."""
     if not any(completion.source for completion in completions):
         return {}
     counts = Counter(completion.source or OTHER for completion in completions)
@@ -115,28 +116,29 @@ def source_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str,
     members: dict[str, list[SampleFacts]] = {}
     for completion in completions:
         members.setdefault(completion.source if completion.source in frequent else OTHER, []).append(completion)
+    num_samples = sum(completion.is_first_row for completion in completions)
     found: dict[str, float] = {}
     for name, of_source in sorted(members.items()):
-        found[f"{prefix}/by_source/{name}/reward_mean"] = statistics.fmean(
-            completion.reward for completion in of_source
-        )
+        rewards = [completion.reward for completion in of_source if completion.is_first_row]
+        if rewards:  # a later row may name a source of its own
+            found[f"{prefix}/by_source/{name}/reward_mean"] = statistics.fmean(rewards)
         found[f"{prefix}/by_source/{name}/response_len_mean"] = statistics.fmean(
             completion.response_length for completion in of_source
         )
-        found[f"{prefix}/by_source/{name}/share"] = len(of_source) / len(completions)
+        found[f"{prefix}/by_source/{name}/share"] = len(rewards) / num_samples
     return found
 
 
-def length_metrics(completions: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
-    """Return the reward by length: buckets of tokens, each twice as wide as the one before."""
+def length_metrics(samples: Sequence[SampleFacts], prefix: str) -> dict[str, float]:
+    """Return the reward by length of a sample's first row: buckets of tokens, each twice as wide as the one before."""
     members: dict[int, list[float]] = {}
-    for completion in completions:
-        members.setdefault(_bucket(completion.response_length), []).append(completion.reward)
+    for sample in samples:
+        members.setdefault(_bucket(sample.response_length), []).append(sample.reward)
     found: dict[str, float] = {}
     for low, values in sorted(members.items()):
         name = f"{low}_{max(2 * low, SHORTEST) - 1}"
         found[f"{prefix}/by_length/{name}/reward_mean"] = statistics.fmean(values)
-        found[f"{prefix}/by_length/{name}/share"] = len(values) / len(completions)
+        found[f"{prefix}/by_length/{name}/share"] = len(values) / len(samples)
     return found
 
 

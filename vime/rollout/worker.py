@@ -23,7 +23,7 @@ from typing import Protocol
 from vime.config.deadlines import rollout_deadline_s
 from vime.config.parse import Args
 from vime.data.payload import bytes_to_samples, samples_to_bytes
-from vime.data.rows import encode_facts
+from vime.data.rows import encode_facts, trained_tokens
 from vime.handoff.group_store import EncodedGroup, GroupStore, StoresGroups
 from vime.handoff.ledger import LedgerPort
 from vime.handoff.ledger_types import Admission, IssuedPrompt, Payload, PromptGrant, RoundOrder, Task, TransitionError
@@ -277,7 +277,7 @@ def payload_of(group: EncodedGroup, samples: Sequence[Sample]) -> Payload:
     """Return what the ledger keeps of a group; the writer sets the checksum. The content hash is made from the samples,
     not from the bytes that they were packed into."""
     rows = group.facts.rows
-    is_trained = rows["num_trainable"] > 0
+    is_trained = trained_tokens(rows) > 0
     if (rows["newest_version"] < 0).any():
         raise HandoffError(
             f"group {group.facts.group_index}: no token carries a policy version. A generate function extends samples "

@@ -61,9 +61,11 @@ def has_token_advantages(algo: AlgoConfig) -> bool:
 def needs_old_log_prob(plan: RoundPlan, algo: AlgoConfig, *, policy_moves: bool = True) -> bool:
     """Return whether a forward pass for the old (proximal) policy is needed. In a round of one step it is the policy
     itself, and in a round of the critic alone nothing is compared with it; then it is needed only if --kl-coef or
-    --use-opd uses it for the advantages before the step begins."""
+    --use-opd uses it for the advantages before the step begins. Imitation compares nothing but with
+    --use-unbiased-kl."""
     num_steps = len(plan.steps) * algo.num_ppo_epochs
-    return (policy_moves and num_steps > 1) or algo.kl_coef > 0 or algo.use_opd
+    is_compared = algo.loss_type != "sft_loss" or algo.use_unbiased_kl
+    return (policy_moves and num_steps > 1 and is_compared) or algo.kl_coef > 0 or algo.use_opd
 
 
 def advantage_columns(

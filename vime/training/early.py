@@ -64,7 +64,8 @@ class BegunRound:
         step, backend = plan.steps[0], self._worker.backend
         of_tokens = max(1, unit.num_tokens) / max(1, step.num_tokens)
         of_loss = of_tokens if self._algo.calculate_per_token_loss else unit.num_samples / step.num_samples
-        check = MismatchCheck(rows, judge, backend, is_open=self._algo.loss_type != "sft_loss")
+        is_sampled = self._algo.loss_type != "sft_loss"
+        check = MismatchCheck(rows, judge, backend, is_open=is_sampled)
         logps = self._shifted([columns.get(OLD_LOGP, {}) for columns in self._columns]) or self._shifted(self._logps)
         done = apply_step(
             self._worker.actor,
@@ -83,7 +84,7 @@ class BegunRound:
             "train/num_tokens": float(step.num_tokens),
             "train/num_samples": float(step.num_samples),
             "train/num_rows": float(step.num_rows),
-            **to_metrics(done.totals, with_mismatch=self._algo.get_mismatch_metrics),
+            **to_metrics(done.totals, with_mismatch=self._algo.get_mismatch_metrics, is_sampled=is_sampled),
             "train/grad_norm": done.grad_norm,
             "train/lr": done.learning_rate,
             **check.metrics(),

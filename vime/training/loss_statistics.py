@@ -65,9 +65,10 @@ def bucket_sums(
     return (is_member_BT.double() @ counted_VT.T).flatten()
 
 
-def to_metrics(totals: Sequence[float], *, with_mismatch: bool) -> dict[str, float]:
+def to_metrics(totals: Sequence[float], *, with_mismatch: bool, is_sampled: bool = True) -> dict[str, float]:
     """Return the metrics of one step from the sums over all packs and ranks. Every rank gets the same names.
 
+    `is_sampled`: an engine gave the log-probabilities that ESS and the buckets compare with (not so in imitation).
     Buckets that hold no token are left out, and so is a lone bucket 0: it is the whole step.
     """
     named = dict(zip(STATISTICS, totals, strict=True))
@@ -76,6 +77,8 @@ def to_metrics(totals: Sequence[float], *, with_mismatch: bool) -> dict[str, flo
         metrics["train/mismatch_ppl_ratio"] = float(
             torch.tensor(named["mismatch_train_nll"] - named["mismatch_rollout_nll"], dtype=torch.float64).exp()
         )
+    if not is_sampled:
+        return metrics
     whole = {name: sum(named[f"{name}/{bucket}"] for bucket in BUCKETS) for name in BUCKET_SUMS}
     if whole["count"]:
         metrics["train/ess"] = effective_sample_size(whole["weight"], whole["square"], whole["count"])

@@ -40,6 +40,7 @@ class TokenLoss:
     is_clipped_T: Tensor  # the clipped term was the one taken
     is_reweighted_T: Tensor  # the off-policy weight was truncated or dropped
     is_left_out_T: Tensor  # by --use-opsm
+    weight_T: Tensor | None = None  # the off-policy weight; None without a correction
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class PolicyLoss:
 
     Denominators are the step's, over all ranks and micro-batches (`StepPlan.num_samples`, `num_tokens`); see
     `losses.reduce_loss`. A token that a correction drops still counts in them. The old (proximal) policy of a token
-    is the one the round began with: the column `OLD_LOGP`, or, when there is none because the round is one step, the
-    policy itself; under --use-rollout-logprobs the engine's.
+    is the one the round began with: the column `OLD_LOGP`, or, when there is none because the round is one step or
+    imitates, the policy itself; under --use-rollout-logprobs the engine's.
     """
 
     algo: AlgoConfig
@@ -65,9 +66,11 @@ class PolicyLoss:
         policy = self._token_loss(logp_T, entropy_T, old_logp_T, batch)
         value_T, kl_T = policy.value_T, torch.zeros_like(logp_T)
         if algo.use_kl_loss:
-            kl_T = kl_estimate(logp_T, batch.extra_T[REF_LOGP], algo.kl_loss_type)
+            # At an untrained token exp of a far reference may be inf, and 0 times its gradient nan.
+            ref_logp_T = torch.where(batch.mask_T > 0, batch.extra_T[REF_LOGP], logp_T.detach())
+            kl_T = kl_estimate(logp_T, ref_logp_T, algo.kl_loss_type)
             if algo.use_unbiased_kl:
-                kl_T = unbiased_kl(kl_T, logp_T - old_logp_T)
+                kl_T = unbiased_kl(kl_T, logp_T - old_logp_T, policy.weight_T)
             value_T = value_T + algo.kl_loss_coef * kl_T
         if algo.entropy_coef:
             value_T = value_T - algo.entropy_coef * entropy_T
@@ -101,7 +104,7 @@ class PolicyLoss:
             }
             return TokenLoss(self._custom(logp_T, entropy_T, columns), nowhere_T, nowhere_T, nowhere_T)
         value_T, is_clipped_T = self._clipped(logp_T, old_logp_T.detach(), advantage_T, batch)
-        is_reweighted_T, is_left_out_T = nowhere_T, nowhere_T
+        weight_T, is_reweighted_T, is_left_out_T = None, nowhere_T, nowhere_T
         weight = self._off_policy_weight(old_logp_T, batch)
         if weight is not None:
             weight_T, is_reweighted_T = weight
@@ -116,7 +119,7 @@ class PolicyLoss:
                 delta=self.algo.opsm_delta,
             )
             value_T = value_T.masked_fill(is_left_out_T, 0.0)
-        return TokenLoss(value_T, is_clipped_T, is_reweighted_T, is_left_out_T)
+        return TokenLoss(value_T, is_clipped_T, is_reweighted_T, is_left_out_T, weight_T)
 
     def _clipped(
         self, logp_T: Tensor, old_logp_T: Tensor, advantage_T: Tensor, batch: PackedBatch

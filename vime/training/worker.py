@@ -196,7 +196,7 @@ class TrainWorker:
             )
             metrics.append(
                 {
-                    **to_metrics(done.totals, with_mismatch=algo.get_mismatch_metrics),
+                    **to_metrics(done.totals, with_mismatch=algo.get_mismatch_metrics, is_sampled=is_sampled),
                     "train/grad_norm": done.grad_norm,
                     "train/lr": done.learning_rate,
                 }

@@ -147,6 +147,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         {}, ["--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k1"],
         ["--kl-loss-type k1", "expected gradient is 0", "--use-unbiased-kl"],
     ),
+    "a ratio for the estimate whose gradient needs none": (
+        {}, ["--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k2", "--use-unbiased-kl"],
+        ["--use-unbiased-kl", "--kl-loss-type k2", "Expected k1, k3 or low_var_kl"],
+    ),
     "unbiased KL without KL": ({}, ["--use-unbiased-kl"], ["--use-unbiased-kl", "--use-kl-loss"]),
     "custom loss without path": ({}, ["--loss-type", "custom_loss"], ["--custom-loss-path"]),
     "path without custom loss": ({}, ["--custom-loss-path", "a.b"], ["--loss-type policy_loss", "a.b"]),

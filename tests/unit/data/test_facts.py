@@ -21,6 +21,7 @@ from vime.data.rows import (
     encode_facts,
     facts_of,
     sample_numbers,
+    trained_tokens,
 )
 from vime.types import HandoffError, StaleError, VersionSpan
 
@@ -74,7 +75,7 @@ def test_facts_come_back_equal_and_may_be_changed(group: list[TrainRow], data: s
         list(notes.sources),
     )
     back.remove([True] * size)
-    assert not back.rows["num_trainable"].any()
+    assert not trained_tokens(back.rows).any()
 
 
 def test_the_size_of_facts_is_the_same_for_long_answers_and_for_short_ones() -> None:
@@ -107,8 +108,15 @@ def test_a_removed_row_has_nothing_to_train_and_keeps_its_reward() -> None:
     marked.remove([False, True])
     for found in (made, marked):
         assert found.rows["is_removed"].tolist() == [0, 1]
-        assert found.rows["num_trainable"].tolist() == [3, 0]
+        assert trained_tokens(found.rows).tolist() == [3, 0]
         assert found.rows["reward"].tolist() == [1.0, 1.0]
+
+
+def test_the_last_word_on_a_row_counts_whoever_removed_it_before() -> None:
+    # the generate function removed row 1, and --rollout-sample-filter-path takes it in and row 0 out
+    found = decode_facts(0, encode_facts(facts(row(0), row(1, mask=(0, 1, 1)), removed=(False, True))))
+    found.remove([True, False])
+    assert trained_tokens(found.rows).tolist() == [0, 2]
 
 
 def test_answers_are_told_with_their_notes_where_there_are_any() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.converted import trained_rows
 from tests.helpers.rollout_setup import make_args
+from vime.data.rows import trained_tokens
 from vime.rollout.convert import encoded_group, group_rows, mark_removed, set_custom_rewards
 from vime.rollout.metrics import row_facts
 from vime.rollout.record import load_rollout, save_rollout, save_samples
@@ -151,7 +152,7 @@ def test_a_sample_filter_of_rounds_takes_rows_of_stored_groups_out_of_the_loss(t
     facts = [encoded_group(args, group).facts for group in groups]
     mark_removed(args, facts, lambda: groups)
     assert [found.rows["is_removed"].tolist() for found in facts] == [[1, 0], [0, 0]]
-    assert [found.rows["num_trainable"].tolist() for found in facts] == [[0, 2], [2, 2]]
+    assert [trained_tokens(found.rows).tolist() for found in facts] == [[0, 2], [2, 2]]
 
 
 def test_without_a_plug_in_that_must_see_them_no_samples_are_asked_for():

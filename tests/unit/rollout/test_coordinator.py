@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.ledger_cases import issue, make_ready, open_ledger
 from tests.helpers.rollout_setup import make_args
+from vime.data.rows import TrainRow, trained_tokens
 from vime.handoff.group_store import GroupStore, MemoryStore, StoredGroup
 from vime.handoff.ledger import Ledger, LocalLedgerPort
 from vime.handoff.ledger_types import RoundOrder, Task
@@ -43,6 +44,7 @@ class FakeWorkers:
     def __init__(self, store: GroupStore | None = None) -> None:
         self.stats, self.restored, self.released, self.forgotten = WorkerStats(), [], [], []
         self.error: Exception | None = None
+        self.num_reads = 0
         self._store = store
 
     def is_ours(self, producer: str) -> bool:
@@ -51,6 +53,7 @@ class FakeWorkers:
     def samples(self, groups: Sequence[StoredGroup]) -> list[list[Sample]]:
         if self._store is None:
             raise AssertionError("answers were asked for")
+        self.num_reads += 1
         return [self._store.samples(group.task, group.checksum) for group in groups]
 
     def restore(self, groups: Sequence[StoredGroup]) -> None:
@@ -91,12 +94,22 @@ class Scene:
         self.store = GroupStore(self.queue, self.spool, partition="train")
 
     def finish(
-        self, count: int, *, producer: str = "ours", length: int = 3, version: int = 0, oldest: int | None = None
+        self,
+        count: int,
+        *,
+        producer: str = "ours",
+        length: int = 3,
+        version: int = 0,
+        oldest: int | None = None,
+        removed: Sequence[int] = (),
     ) -> list[Task]:
-        """`oldest`: the version of the first token of each answer, if it is another one."""
+        """`oldest`: the version of the first token of each answer, if it is another one. `removed`: the places in each
+        group of answers that the generate function takes out of the loss."""
         tasks = issue(self.ledger, count)
         for task in tasks:
             samples = [_sample(2 * task.group + at, task, length, version, oldest) for at in range(2)]
+            for at in removed:
+                samples[at].remove_sample = True
             group = encoded_group(ARGS, samples, producer_id=producer, with_samples=True)
             [checksum] = self.store.put([(task, group)])
             payload = payload_of(group, samples)
@@ -106,8 +119,8 @@ class Scene:
     def coordinator(self, workers: FakeWorkers, args: Any = ARGS, **options: Any) -> RoundCoordinator:
         return RoundCoordinator(args, ledger=self.port, workers=workers, **options)
 
-    def rows(self, groups: Sequence[TakenGroup]) -> list[int]:
-        """Sample numbers of the rows as a rank reads them with the handles that the coordinator says."""
+    def rows(self, groups: Sequence[TakenGroup]) -> list[TrainRow]:
+        """The rows as a rank reads them with the handles that the coordinator says."""
         numbers = tuple(range(sum(len(group.facts.rows) for group in groups)))
         step = StepPlan(micro_batches=((numbers,),), num_samples=len(numbers), num_tokens=1)
         ticket = make_ticket(
@@ -116,7 +129,7 @@ class Scene:
             partition="train_groups",
         )
         rows = read_rows(self.queue, ticket, 0)[1]
-        return [rows[number].sample_index for number in numbers]
+        return [rows[number] for number in numbers]
 
     def close(self) -> None:
         self.store.close()
@@ -148,7 +161,7 @@ def test_a_round_is_taken_and_told_without_asking_for_an_answer(scene: Scene) ->
     taken = coordinator.take(2)
     assert [group.task.group for group in taken.groups] == [0, 1]
     assert (workers.restored, taken.begun, taken.left) == ([], frozenset(), list(taken.groups))
-    assert scene.rows(taken.groups) == [0, 1, 2, 3]
+    assert [row.sample_index for row in scene.rows(taken.groups)] == [0, 1, 2, 3]
     metrics = coordinator.metrics(taken)
     assert metrics["rollout/reward_mean"] == 0.5
     assert metrics["rollout/response_len_mean"] == 3.0
@@ -212,7 +225,7 @@ def test_chunks_of_an_earlier_life_are_put_into_the_queue_again_and_no_others(sc
     taken = coordinator.take(2)
     assert [group.task for group in workers.restored] == [old]
     assert [group.task for group in taken.groups] == [old, new]
-    assert scene.rows(taken.groups) == [0, 1, 2, 3]
+    assert [row.sample_index for row in scene.rows(taken.groups)] == [0, 1, 2, 3]
 
 
 def test_after_a_restart_a_round_is_read_from_what_the_spool_keeps(tmp_path: Path) -> None:
@@ -226,9 +239,71 @@ def test_after_a_restart_a_round_is_read_from_what_the_spool_keeps(tmp_path: Pat
     coordinator = again.coordinator(workers)
     coordinator.begin(0)
     taken = coordinator.take(2)
-    assert again.rows(taken.groups) == [0, 1, 2, 3]
+    assert [row.sample_index for row in again.rows(taken.groups)] == [0, 1, 2, 3]
     assert [[sample.rollout_id for sample in group] for group in coordinator.samples(taken.groups)] == [[0, 0]] * 2
     again.close()
+
+
+def plugin_args(directory: Path, *flags: str) -> Any:
+    """The plug-ins of rounds: the filter has the last word, and rewards are 1 for what it removes and else 0."""
+    (directory / "round.py").write_text(
+        "def mark(args, groups):\n"
+        "    for group in groups:\n"
+        "        for place, sample in enumerate(group):\n"
+        "            sample.remove_sample = place == 0\n"
+        "def post(args, groups):\n"
+        "    return [[float(sample.remove_sample) for sample in group] for group in groups]\n"
+    )
+    values = [f"{directory / 'round.py'}:{flag}" if flag in ("mark", "post") else flag for flag in flags]
+    return make_args("--transferqueue-mode", "streaming", "--rollout-batch-size", 2, *values)
+
+
+def test_the_filter_has_the_last_word_on_what_a_generate_function_removed(scene: Scene, tmp_path: Path) -> None:
+    # of each group's answers of 3 tokens the generate function removed the second, the filter the first one instead
+    scene.finish(2, removed=[1])
+    args = plugin_args(tmp_path, "--rollout-sample-filter-path", "mark")
+    coordinator = scene.coordinator(FakeWorkers(scene.store), args)
+    coordinator.begin(0)
+    taken = coordinator.take(2)
+    counted = [int(count) for group in taken.groups for count in trained_tokens(group.facts.rows)]
+    assert counted == [row.num_trainable for row in scene.rows(taken.groups)] == [0, 3, 0, 3]
+
+
+def test_an_answer_that_the_filter_takes_in_again_must_be_as_fresh_as_any(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, staleness=3)
+    scene.finish(2, removed=[0, 1])
+    args = plugin_args(tmp_path, "--max-staleness", "1", "--rollout-sample-filter-path", "mark")
+    coordinator = scene.coordinator(FakeWorkers(scene.store), args)
+    coordinator.begin(2)
+    with pytest.raises(StaleError, match=r"sample 1 of group 0: versions \[0\] in round 2, expected 1\.\.2"):
+        coordinator.take(2)
+    scene.close()
+
+
+def test_both_plug_ins_of_a_round_see_the_same_answers_and_later_readers_their_marks(
+    scene: Scene, tmp_path: Path
+) -> None:
+    scene.finish(2)
+    flags = ("--rollout-sample-filter-path", "mark", "--custom-reward-post-process-path", "post")
+    workers = FakeWorkers(scene.store)
+    coordinator = scene.coordinator(workers, plugin_args(tmp_path, *flags))
+    coordinator.begin(0)
+    taken = coordinator.take(2)
+    assert workers.num_reads == 1
+    assert [group.facts.rows["reward"].tolist() for group in taken.groups] == [[1.0, 0.0]] * 2
+    found = coordinator.samples(taken.groups)  # as --save-debug-rollout-data records them
+    assert [[sample.remove_sample for sample in group] for group in found] == [[True, False]] * 2
+
+
+def test_a_round_for_which_nothing_was_rewarded_has_no_mean_before_the_filter(scene: Scene) -> None:
+    scene.finish(2)
+    workers = FakeWorkers()
+    coordinator = scene.coordinator(workers)
+    coordinator.begin(0)
+    taken = coordinator.take(2)
+    assert "rollout/reward_mean_before_filter" not in coordinator.metrics(taken)
+    workers.stats.rewards += [1.0, 0.5]
+    assert coordinator.metrics(taken)["rollout/reward_mean_before_filter"] == 0.75
 
 
 def test_a_group_that_the_ledger_let_pass_too_old_is_refused(tmp_path: Path) -> None:

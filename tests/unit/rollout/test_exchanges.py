@@ -29,6 +29,30 @@ def test_an_answer_that_was_cut_keeps_what_the_engine_said_of_the_rest():
     assert made.policy_version == 4
 
 
+class CountedPrompt(tuple):
+    """A prompt that counts how often it is compared token by token."""
+
+    num_compared = 0
+    __hash__ = tuple.__hash__
+
+    def __eq__(self, other):
+        CountedPrompt.num_compared += 1
+        return tuple.__eq__(self, other)
+
+
+def test_the_turns_of_a_long_session_are_not_all_compared_with_each_other():
+    # 50 turns of one token, with one of a tool after each: every turn is looked up among 50 requests, of which one had
+    # as many tokens before it. Comparing all of them is 2,500 times a prompt.
+    CountedPrompt.num_compared = 0
+    turns = [
+        Exchange(CountedPrompt([1, 2] + [7, 6] * turn), token_ids=(7,), log_probs=(-1.0,), versions=(turn,))
+        for turn in range(50)
+    ]
+    made = completed(sample([7, 6] * 50, [1, 0] * 50), *turns)
+    assert made.token_policy_versions == [VersionSpan(turn, 2 * turn, 2 * turn + 2) for turn in range(50)]
+    assert CountedPrompt.num_compared == 50
+
+
 def test_a_missing_mask_means_that_everything_is_trained():
     made = completed(sample([7, 8, 9], None), FIRST)
     assert made.loss_mask == [1, 1, 1]

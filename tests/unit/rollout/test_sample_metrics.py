@@ -71,6 +71,21 @@ def test_buckets_of_length_double() -> None:
         }  # fmt: skip
 
 
+def test_a_sample_of_several_rows_counts_once_by_source_and_by_length() -> None:
+    # Sample 0 (reward 1) has rows of 10, 100 and 40 tokens, of which the last names another source; sample 1 has one.
+    rows = [sample(1.0, 10, data_source="a"), sample(1.0, 100, data_source="a"), sample(1.0, 40, data_source="c")]
+    rows += [sample(0.0, 12, data_source="b")]
+    for row, index in zip(rows, (0, 0, 0, 1), strict=True):
+        row.index = index
+    found = sample_metrics(ARGS, rows, "rollout")
+    assert part(found, "rollout/by_source/") == {
+        "a/reward_mean": 1.0, "a/response_len_mean": 55.0, "a/share": 0.5,
+        "b/reward_mean": 0.0, "b/response_len_mean": 12.0, "b/share": 0.5,
+        "c/response_len_mean": 40.0, "c/share": 0.0,
+    }  # fmt: skip
+    assert part(found, "rollout/by_length/") == {"0_15/reward_mean": 0.5, "0_15/share": 1.0}
+
+
 def test_pass_at_k_is_the_share_of_drawings_with_a_right_answer() -> None:
     """Against all drawings one by one: group 0 has 1 of 4 right, group 1 none, group 2 three of 4."""
     rights = {0: [1.0, 0.0, 0.5, 0.99], 1: [0.0] * 4, 2: [1.0, 2.0, 1.0, -1.0]}

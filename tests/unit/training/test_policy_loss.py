@@ -13,7 +13,7 @@ from vime.batching.pack import PackedBatch, pack
 from vime.config.training import AlgoConfig
 from vime.data.rows import TrainRow
 from vime.training.columns import ADVANTAGE, OLD_LOGP, REF_LOGP, STALENESS, sample_token_columns
-from vime.training.loss_statistics import STATISTICS, to_metrics
+from vime.training.loss_statistics import SHARES, STATISTICS, to_metrics
 from vime.training.policy_loss import PolicyLoss
 from vime.types import PluginError, StepPlan
 
@@ -84,6 +84,66 @@ def test_the_unbiased_kl_is_weighed_by_the_ratio_to_the_old_policy() -> None:
     found = statistics(packed(**columns), use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k1", use_unbiased_kl=True)
     assert found["kl_loss"] == pytest.approx(0.625 * math.log(2))
     assert found["loss"] == pytest.approx(0.25 + 0.1 * 0.625 * math.log(2))  # 0.25: the clipped term alone
+
+
+# One state, four tokens. The engine's weights (mu) are older than the round's, which are the policy in training.
+LOGITS, ENGINE_LOGITS, REF_LOGITS = (0.3, -0.2, 0.5, 0.0), (1.2, -0.5, -0.3, 0.1), (-0.4, 0.9, 0.0, 0.2)
+
+
+def gradient_of_the_kl_term(**algo: Any) -> torch.Tensor:
+    """Return the mean over tokens that mu samples, each a row of one token, of the gradient towards the logits."""
+    logits_V = torch.tensor(LOGITS, requires_grad=True)
+    logp_V, engine_V, ref_V = (torch.as_tensor(x).log_softmax(0) for x in (logits_V, ENGINE_LOGITS, REF_LOGITS))
+    step, mean = StepPlan(micro_batches=(), num_samples=1, num_tokens=1), torch.zeros(())
+    for token in range(4):
+        one = make_row(prompt=[1], response=[token], log_probs=[engine_V[token].item()], reward=0.0)
+        batch = pack([one], extra={REF_LOGP: [ref_V[token : token + 1]]})
+        logp_T = torch.stack([logp_V[token], torch.zeros(())])
+        loss, _ = PolicyLoss(AlgoConfig(use_kl_loss=True, kl_loss_coef=1.0, **algo), step)(
+            logp_T, torch.zeros(2), batch
+        )
+        mean = mean + engine_V[token].exp() * loss
+    return torch.autograd.grad(mean, logits_V)[0]
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl"])
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"off_policy_correction": "decoupled", "tis_clip": 100.0},  # no weight is as large
+        {"off_policy_correction": "tis", "tis_clip": 100.0, "tis_clip_low": 0.0},
+        {"use_rollout_logprobs": True},
+    ],
+)
+def test_the_unbiased_kl_of_stale_tokens_has_the_gradient_of_the_divergence(
+    kind: str, correction: dict[str, Any]
+) -> None:
+    logits_V = torch.tensor(LOGITS, requires_grad=True)
+    logp_V, ref_V = logits_V.log_softmax(0), torch.tensor(REF_LOGITS).log_softmax(0)
+    [true] = torch.autograd.grad((logp_V.exp() * (logp_V - ref_V)).sum(), logits_V)
+    found = gradient_of_the_kl_term(kl_loss_type=kind, use_unbiased_kl=True, **correction)
+    torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-6)
+
+
+def test_the_unbiased_kl_is_truncated_as_the_policy_term_is() -> None:
+    # The engine says e^-1: weights .6e = 1.631 (dropped above 1.5), .5e = 1.359 | .2e = 0.5437; k1: ln 2, 0 | ln 2
+    columns = {REF_LOGP: [[math.log(0.3), math.log(0.5)], [math.log(0.1)]]}
+    flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1", "use_unbiased_kl": True}
+    found = statistics(packed(**columns), off_policy_correction="decoupled", tis_clip=1.5, **flags)
+    assert found["kl_loss"] == pytest.approx(0.2 * math.e * math.log(2) / 2)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_a_reference_far_away_at_an_untrained_token_leaves_the_gradient_finite(kind: str) -> None:
+    # ref - logp = 100 at the token that is not trained: exp of it is inf, and 0 times its gradient nan
+    batch = pack([row(1.0, [1, 0])], extra={REF_LOGP: [torch.tensor([-1.0, -1.0])]})
+    logp_T = torch.tensor([-2.0, -101.0, 0.0], requires_grad=True)
+    algo = AlgoConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=kind)
+    loss, _ = PolicyLoss(algo, STEP)(logp_T, torch.zeros(3), batch)
+    loss.backward()
+    assert logp_T.grad is not None
+    assert bool(logp_T.grad.isfinite().all())
+    assert logp_T.grad[1:].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
@@ -209,6 +269,12 @@ def test_metrics_tell_staleness_apart() -> None:
     assert "train/ess/staleness_1" not in found
     alone = to_metrics(list(statistics(packed()).values()), with_mismatch=False)
     assert not [name for name in alone if "staleness" in name]
+
+
+def test_imitation_has_no_metric_that_compares_with_an_engine() -> None:
+    batch = packed(**{STALENESS: [[0.0, 0.0], [2.0]]})
+    found = to_metrics(list(statistics(batch, loss_type="sft_loss").values()), with_mismatch=False, is_sampled=False)
+    assert sorted(found) == sorted(f"train/{name}" for name in SHARES)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from vime.training.columns import (
     VALUE,
     Columns,
     advantage_columns,
+    needs_old_log_prob,
     staleness_columns,
 )
 from vime.types import RankPlace, RoundPlan, StepPlan, VersionSpan
@@ -88,3 +89,12 @@ def test_staleness_counts_from_the_oldest_trainable_token_and_is_never_negative(
     ahead = make_row(response=[1], versions=[VersionSpan(7, 0, 1)])
     found = staleness_columns(5, {0: old, 1: ahead}, [0, 1])[STALENESS]
     assert [value_R.tolist() for value_R in found.values()] == [[2.0, 2.0], [0.0]]
+
+
+def test_the_old_policy_is_run_forward_only_for_a_loss_that_reads_it() -> None:
+    steps = RoundPlan(rollout_id=0, steps=PLAN.steps * 2)
+    assert needs_old_log_prob(steps, AlgoConfig())
+    assert needs_old_log_prob(steps, AlgoConfig(loss_type="custom_loss"))
+    assert not needs_old_log_prob(steps, AlgoConfig(loss_type="sft_loss"))
+    assert needs_old_log_prob(steps, AlgoConfig(loss_type="sft_loss", use_unbiased_kl=True))  # the ratio is to it
+    assert not needs_old_log_prob(PLAN, AlgoConfig())
