@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from vime.config.parse import Config
 from vime.config.run import TrackingConfig
 from vime.observability import events
 from vime.observability.claims import read_claims
@@ -115,6 +117,24 @@ def test_a_run_claims_rows_for_its_receipts_and_in_a_run_without_that_metric_its
     tracker.log(1, {"train/num_samples": 8.0, "train/num_tokens": 70.0})
     tracker.close()
     assert read_claims(tmp_path).sizes == {0: (11, 90), 1: (8, 70)}
+    assert read_claims(tmp_path).trained == {0}  # round 1 may be older than receipts
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_unique"),
+    [
+        ({}, True),
+        ({"data_source_path": "own.py:Source"}, False),
+        ({"rollout_function_path": "own.py:rollout"}, False),
+        ({"load_debug_rollout_data": "round_0.jsonl"}, False),  # the same round again and again
+    ],
+)
+def test_groups_have_numbers_of_their_own_where_the_data_source_is_vime_s(
+    tmp_path: Path, changes: dict[str, str], is_unique: bool
+) -> None:
+    assert not read_claims(tmp_path).has_unique_groups  # not known
+    (tmp_path / "config.json").write_text(json.dumps(Config().replace(**changes).to_dict()))
+    assert read_claims(tmp_path).has_unique_groups is is_unique
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
