@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -21,12 +22,13 @@ def read_claims(run: Path) -> RunClaims:
         elif event.kind == EventKind.WEIGHTS_CONFIRMED:
             hashes[int(str(event.fields["version"]))].add(str(event.fields["content_hash"]))
     rounds = read_metrics(run) if (run / METRICS_FILE).is_file() else {}
-    names = ("train/num_samples", "train/num_tokens")
-    sizes = {  # a run of an older version has no train/num_rows: its samples were its rows
-        round_id: (int(metrics.get("train/num_rows", metrics[names[0]])), int(metrics[names[1]]))
-        for round_id, metrics in rounds.items()
-        if all(name in metrics for name in names)
-    }
+    sizes: dict[int, tuple[int, int]] = {}
+    for round_id, metrics in rounds.items():
+        tokens = metrics.get("train/num_tokens", math.nan)
+        # a run of an older version has no train/num_rows: its samples were its rows
+        rows = metrics.get("train/num_rows", metrics.get("train/num_samples", math.nan))
+        if math.isfinite(rows) and math.isfinite(tokens):
+            sizes[round_id] = int(rows), int(tokens)
     return RunClaims(
         receipts=dict(receipts),
         hashes=dict(hashes),

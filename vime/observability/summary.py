@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -160,7 +161,8 @@ def _prompt_text(sample: Sample) -> str:
 
 def _total(rounds: Mapping[int, Mapping[str, float]], *names: str) -> float:
     """Return the sum over the rounds of the first of `names` that any round has."""
-    return next((sum(values.values()) for name in names if (values := series(rounds, name))), 0.0)
+    found = next((values for name in names if (values := series(rounds, name))), {})
+    return sum(value for value in found.values() if math.isfinite(value))
 
 
 def _phases(rounds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:

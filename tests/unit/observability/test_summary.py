@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -149,6 +150,20 @@ def test_a_set_with_a_reward_key_of_its_own_is_judged_by_it(tmp_path: Path) -> N
     assert read_completions(tmp_path)[1][0].is_after_right
     sets.unlink()  # the run's own key is known still
     assert not read_completions(tmp_path)[1][0].is_after_right
+
+
+def test_damaged_numbers_and_a_damaged_configuration_are_no_traceback(tmp_path: Path) -> None:
+    EventLog(tmp_path, "driver").close()
+    tracker = Tracker(TrackingConfig(), tmp_path, {})
+    tracker.log(0, {"rollout/num_samples": 8, "rollout/num_tokens": math.inf})
+    tracker.log(1, {"rollout/num_samples": math.nan, "rollout/num_tokens": 100})
+    tracker.close()
+    for rollout_id in (0, 3):
+        write_eval(tmp_path, "held_out", rollout_id, [answer("p", "one", 1.0)])
+    (tmp_path / "config.json").write_text(json.dumps(Config().to_dict() | {"derived": [[]]}))
+    summary = summarise(tmp_path)
+    assert (summary.num_samples, summary.num_tokens) == (8, 100)
+    assert summary.answers[0].is_after_right
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
