@@ -65,10 +65,10 @@ def audit_receipts(
     this is called, so that each has its receipt by now; claims are read last."""
     told = {} if rounds is None else {round_id: row.receipt for round_id, row in rounds.items() if row.receipt}
     receipts = read_receipts(run / RECEIPTS_NAME)
-    claims = None if read_claims is None else read_claims()
+    claims = RunClaims(receipts={}, sizes={}, hashes={}) if read_claims is None else read_claims()
     if receipts is None:
         findings = list(_find_versions(claims))
-        if told or (saved is not None and saved.link is not None) or (claims is not None and claims.receipts):
+        if any((told, saved is not None and saved.link is not None, claims.receipts, claims.trained)):
             findings.append(_breach(RECEIPTS_NAME, "is not there: what the trainer stepped on is unknown"))
         return ReceiptsAudit(tuple(findings))
     findings = [_breach(RECEIPTS_NAME, fault) for fault in receipts.faults]
@@ -77,9 +77,10 @@ def audit_receipts(
     findings += walk.findings
     if rounds is not None:
         findings += _compare_ledger(rounds, walk)
+    findings += _find_repeated(walk, has_unique_groups=rounds is not None or claims.has_unique_groups)
     findings += _compare_checkpoint(saved, walk, has_ledger=rounds is not None)
     findings += _compare_claims(claims, walk, saved)
-    findings += _find_lost(claims, receipts, has_ledger=rounds is not None)
+    findings += _find_lost(claims, walk, has_ledger=rounds is not None)
     findings += _find_versions(claims)
     shown = (min(walk.rounds), max(walk.rounds)) if walk.rounds else None
     known = {} if rounds is None else {round_id: row for round_id, row in rounds.items() if round_id in walk.rounds}
@@ -94,6 +95,8 @@ class _Walk:
         self.receipts = receipts
         self.rounds: dict[int, RoundReceipt] = {}
         self.findings: list[Finding] = []
+        # the first round that must have a receipt; where no way leads back to it, the findings say so
+        self.begun = max((begun.round_id for begun in receipts.beginnings.values()), default=0)
         after: int | None = None  # the round that the walk came from
         while link is not None and link not in receipts.beginnings:
             line = receipts.lines.get(link)
@@ -106,13 +109,13 @@ class _Walk:
                 return
             self.rounds[line.round_id] = line
             after, link = line.round_id, line.previous
-        if link is not None and after is not None and receipts.beginnings[link].round_id != after:
-            begun = receipts.beginnings[link].round_id
-            self.findings.append(_breach(f"round {after}", f"is the first, but the run began at {begun}"))
+        if link is not None and after is not None:
+            self.begun = receipts.beginnings[link].round_id
+            if self.begun != after:
+                self.findings.append(_breach(f"round {after}", f"is the first, but the run began at {self.begun}"))
 
 
 def _compare_ledger(rounds: Mapping[int, LedgerRound], walk: _Walk) -> Iterator[Finding]:
-    seen: dict[int, int] = {}
     for round_id, row in sorted(rounds.items()):
         line = walk.rounds.get(round_id)
         if line is None:
@@ -126,12 +129,6 @@ def _compare_ledger(rounds: Mapping[int, LedgerRound], walk: _Walk) -> Iterator[
                 f"round {round_id}", f"the trainer stepped on weights {line.version}, leased for {row.version}"
             )
         yield from _compare_groups(round_id, row, line)
-        for group in line.groups:
-            if group.group in seen:
-                yield _breach(
-                    f"round {round_id}", f"the trainer stepped on group {group.group}, as in round {seen[group.group]}"
-                )
-            seen[group.group] = round_id
     extra = [round_id for round_id in walk.rounds if round_id not in rounds]
     if extra:
         yield _breach(f"rounds {sorted(extra)[:_MAX_SHOWN]}", "the trainer stepped on them; the ledger knows nothing")
@@ -163,6 +160,19 @@ def _compare_groups(round_id: int, row: LedgerRound, line: RoundReceipt) -> Iter
             )
 
 
+def _find_repeated(walk: _Walk, *, has_unique_groups: bool) -> Iterator[Finding]:
+    if not has_unique_groups:
+        return
+    seen: dict[int, int] = {}
+    for round_id, line in sorted(walk.rounds.items()):
+        for group in line.groups:
+            if group.group in seen:
+                yield _breach(
+                    f"round {round_id}", f"the trainer stepped on group {group.group}, as in round {seen[group.group]}"
+                )
+            seen[group.group] = round_id
+
+
 def _compare_checkpoint(saved: SavedReceipt | None, walk: _Walk, *, has_ledger: bool) -> Iterator[Finding]:
     if saved is None or saved.link is None:
         return
@@ -183,10 +193,8 @@ def _compare_checkpoint(saved: SavedReceipt | None, walk: _Walk, *, has_ledger: 
         )
 
 
-def _compare_claims(claims: RunClaims | None, walk: _Walk, saved: SavedReceipt | None) -> Iterator[Finding]:
+def _compare_claims(claims: RunClaims, walk: _Walk, saved: SavedReceipt | None) -> Iterator[Finding]:
     """Compare with metrics and events of rounds that were followed by another one: their lines are written by then."""
-    if claims is None:
-        return
     for round_id, line in sorted(walk.rounds.items()):
         totals = (sum(group.rows for group in line.groups), sum(group.trainable for group in line.groups))
         sizes = claims.sizes.get(round_id)
@@ -198,18 +206,25 @@ def _compare_claims(claims: RunClaims | None, walk: _Walk, saved: SavedReceipt |
             yield _breach(f"round {round_id}", f"the events name the receipts {sorted(links)}, not {line.link}")
 
 
-def _find_lost(claims: RunClaims | None, receipts: Receipts, *, has_ledger: bool) -> Iterator[Finding]:
-    """Find events that name a receipt which is not there: each was written before its event. A round that was trained
-    again has several; one is enough. With a ledger the ledger shows what is missing."""
+def _find_lost(claims: RunClaims, walk: _Walk, *, has_ledger: bool) -> Iterator[Finding]:
+    """Find rounds whose receipt is not there: it was written before the event that names it, and before the metrics. A
+    round that was trained again has several events; one is enough. With a ledger the ledger shows what is missing."""
     if has_ledger:
         return
-    for round_id, links in sorted({} if claims is None else claims.receipts.items()):
-        if links.isdisjoint(receipts.lines):
-            yield _breach(f"round {round_id}", f"the events name the receipts {sorted(links)}, which are not there")
+    lost = {
+        round_id: f"the events name the receipts {sorted(links)}, which are not there"
+        for round_id, links in claims.receipts.items()
+        if links.isdisjoint(walk.receipts.lines)
+    }
+    if not walk.findings:
+        missing = {round_id for round_id in claims.trained - walk.rounds.keys() if round_id >= walk.begun}
+        lost = dict.fromkeys(missing, "was trained, the metrics say; the trainer has no receipt of it") | lost
+    for round_id, message in sorted(lost.items()):
+        yield _breach(f"round {round_id}", message)
 
 
-def _find_versions(claims: RunClaims | None) -> Iterator[Finding]:
-    for version, hashes in sorted({} if claims is None else claims.hashes.items()):
+def _find_versions(claims: RunClaims) -> Iterator[Finding]:
+    for version, hashes in sorted(claims.hashes.items()):
         if len(hashes) > 1:
             yield Finding("weights", f"version {version}", f"was confirmed with two contents: {sorted(hashes)}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -231,6 +232,8 @@ def _read_line(line: bytes) -> Event:
     for name, expected in _LOOKED_UP.get(kind, {}).items():
         if not isinstance(record[name], expected):
             raise TypeError(name)
+    if not math.isfinite(record["t"]):
+        raise ValueError("t")
     return Event(
         time_s=float(record["t"]),
         monotonic_s=float(record["mono"]),

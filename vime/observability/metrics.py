@@ -86,8 +86,11 @@ def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
             if "start" in record:
                 rounds = {step: metrics for step, metrics in rounds.items() if step < record["start"]}
             else:
-                rounds.setdefault(int(record["step"]), {}).update(record["metrics"])
-        except (ValueError, KeyError, TypeError):
+                step, metrics = int(record["step"]), record["metrics"]
+                if not all(isinstance(value, int | float) for value in metrics.values()):
+                    raise TypeError("not a number")
+                rounds.setdefault(step, {}).update(metrics)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             logger.warning("%s:%d: left out a line that is not a metrics record (torn by a crash?)", path, number)
     return dict(sorted(rounds.items()))
 

@@ -208,7 +208,7 @@ def read_round(run_dir: Path, round_id: int) -> Iterator[KeptGroup]:
                 yield _group_of(round_id, json.loads(line))
     except FileNotFoundError:  # removed by a live run
         return
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, AttributeError, zlib.error) as error:
         logger.warning("%s: the rest is left out, the file is damaged: %s", path, error)
 
 

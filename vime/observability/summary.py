@@ -5,17 +5,22 @@ Used by the end screen and by `vime report`, so both show the same for a live, f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vime.config.eval_sets import eval_sets
 from vime.observability.curve import RESPONSE_LENGTH, REWARD
 from vime.observability.events import Event, EventKind, outcome, read_events
 from vime.observability.metrics import VERSION, read_metrics, series
-from vime.types import Sample
+from vime.observability.run_dir import config_value, read_config
+from vime.observability.unit_costs import recorded_config
+from vime.types import DataError, RewardError, Sample, VimeError
 
 logger = logging.getLogger(__name__)
 _EVAL_FILE = re.compile(r"(?P<name>.+)_(?P<rollout_id>\d+)\.jsonl")
@@ -91,7 +96,8 @@ def read_completions(run_dir: Path, limit: int = NUM_ANSWERS) -> tuple[str, tupl
         return "", ()
     name, paths = next(iter(compared.items()))
     first, last = min(paths), max(paths)
-    before, after = _first_by_prompt(paths[first]), _first_by_prompt(paths[last])
+    rule = _pass_rule(Path(run_dir), name)
+    before, after = _first_by_prompt(paths[first], rule), _first_by_prompt(paths[last], rule)
     shared = [prompt for prompt in before if prompt in after]
     shown = [shared[index * len(shared) // min(limit, len(shared))] for index in range(min(limit, len(shared)))]
     pairs = tuple(
@@ -100,21 +106,39 @@ def read_completions(run_dir: Path, limit: int = NUM_ANSWERS) -> tuple[str, tupl
             label=str(before[prompt].label),
             before=before[prompt].response,
             after=after[prompt].response,
-            is_before_right=is_right(before[prompt]),
-            is_after_right=is_right(after[prompt]),
+            is_before_right=is_right(before[prompt], *rule),
+            is_after_right=is_right(after[prompt], *rule),
         )
         for prompt in shown
     )
     return f"{name}: completions before round {first} and after round {last - 1}", pairs
 
 
-def is_right(sample: Sample) -> bool:
-    """Whether the completion earned a reward; of a dict of rewards the first entry decides."""
-    reward = next(iter(sample.reward.values()), None) if isinstance(sample.reward, Mapping) else sample.reward
-    return reward is not None and reward > 0
+def is_right(sample: Sample, reward_key: str | None, pass_reward: float) -> bool:
+    """Return whether its reward, of a dict the entry `reward_key`, is at least `pass_reward`; without a usable one the
+    completion is not right. What pass@k counts, too."""
+    try:
+        return sample.scalar_reward(reward_key) >= pass_reward
+    except RewardError:
+        return False
 
 
-def _first_by_prompt(path: Path) -> dict[str, Sample]:
+def _pass_rule(run_dir: Path, name: str) -> tuple[str | None, float]:
+    """Return the --reward-key of an evaluation set, which may have one of its own in --eval-config, and
+    --pass-reward."""
+    try:
+        config = read_config(run_dir)
+    except DataError:
+        return None, 1.0
+    key = config_value(config, "reward", "reward_key")
+    least = config_value(config, "eval", "pass_reward")
+    with contextlib.suppress(VimeError):  # a run of another version, or its file of sets is gone
+        own = {one.name: one.config.reward.reward_key for one in eval_sets(recorded_config(run_dir))}
+        key = own.get(name, key)
+    return (key if isinstance(key, str) else None), (least if isinstance(least, int | float) else 1.0)
+
+
+def _first_by_prompt(path: Path, rule: tuple[str | None, float]) -> dict[str, Sample]:
     found: dict[str, Sample] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
@@ -122,7 +146,7 @@ def _first_by_prompt(path: Path) -> dict[str, Sample]:
         try:
             sample = Sample.from_dict(json.loads(line))
             found.setdefault(_prompt_text(sample), sample)
-            is_right(sample)
+            is_right(sample, *rule)
         except (ValueError, KeyError, TypeError, AttributeError):
             logger.warning("%s:%d: left out a line that is not a sample: the file is damaged", path, number)
     return found
@@ -137,7 +161,8 @@ def _prompt_text(sample: Sample) -> str:
 
 def _total(rounds: Mapping[int, Mapping[str, float]], *names: str) -> float:
     """Return the sum over the rounds of the first of `names` that any round has."""
-    return next((sum(values.values()) for name in names if (values := series(rounds, name))), 0.0)
+    found = next((values for name in names if (values := series(rounds, name))), {})
+    return sum(value for value in found.values() if math.isfinite(value))
 
 
 def _phases(rounds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:

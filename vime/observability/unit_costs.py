@@ -54,7 +54,7 @@ def recorded_config(run_dir: Path) -> Config:
     """Return the flags that a run had. Raises DataError when its config.json is not there or of another kind."""
     try:
         return Config.from_dict(read_config(run_dir))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(
             f"{run_dir / 'config.json'}: is no configuration that this version of Vime reads ({type(error).__name__}: "
             f"{error}). Expected what a run writes when it starts: name a run of this version."

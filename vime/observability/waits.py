@@ -115,19 +115,42 @@ def read_run(run_dir: Path, *, sample_s: float) -> list[RunProcess]:
 def _read(path: Path) -> _SeenFile | None:
     """Read a file with the time it was last touched; None when it is not a process's file."""
     try:
-        record: WaitsFile = json.loads(path.read_text())
-        is_known = record["format"] == FORMAT
-        return {**record, "touched": path.stat().st_mtime} if is_known else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s: left out, it cannot be read: %s", path, error)
+        record = json.loads(path.read_text())
+        return _checked(record, path.stat().st_mtime) if record["format"] == FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        logger.warning("%s: left out, it cannot be read: %s: %s", path, type(error).__name__, error)
         return None
+
+
+def _checked(record: WaitsFile, touched: float) -> _SeenFile:
+    """Make every field what its readers expect: ValueError, KeyError or TypeError where that cannot be done."""
+    return {
+        "format": FORMAT,
+        "process": str(record["process"]),
+        "pid": int(record["pid"]),
+        "start": int(record["start"]),
+        "place": str(record["place"]),
+        "epoch": float(record["epoch"]),
+        "waits": [
+            {
+                "name": str(wait["name"]),
+                "owners": [str(owner) for owner in wait["owners"]],
+                "count": int(wait["count"]),
+                "since": float(wait["since"]),
+                "deadline_s": None if wait["deadline_s"] is None else float(wait["deadline_s"]),
+            }
+            for wait in record["waits"]
+        ],
+        "work": [{"name": str(work["name"]), "since": float(work["since"])} for work in record["work"]],
+        "touched": touched,
+    }
 
 
 def _newest(records: Iterable[_SeenFile | None]) -> list[_SeenFile]:
     """Keep the newest: a process that was started again left an older file under its name."""
     newest: dict[str, _SeenFile] = {}
     for record in records:
-        if record is not None and record["epoch"] is not None:
+        if record is not None:
             held = newest.get(record["process"])
             if held is None or held["touched"] <= record["touched"]:
                 newest[record["process"]] = record

@@ -321,6 +321,8 @@ def _label(sample: Sample) -> str:
         raise RewardError(f"sample {sample.index}: has no label to compare with. Name the record's key in --label-key.")
     if fault := label_fault(sample.label):
         raise RewardError(f"sample {sample.index}: {fault}. No completion would ever be right; correct the data.")
+    if isinstance(sample.label, float) and sample.label.is_integer():  # of a column of integers in which one is missing
+        return str(int(sample.label))
     return str(sample.label)
 
 

@@ -29,7 +29,8 @@ class MathJudge:
             self._idle.put_nowait(None)
 
     async def score(self, gold: str, answer: str, *, timeout_s: float) -> float:
-        """Return 1.0 or 0.0. An answer that takes longer than `timeout_s` counts as wrong: the policy wrote it."""
+        """Return 1.0 or 0.0. An answer that takes longer than `timeout_s` counts as wrong: the policy wrote it.
+        RewardError when `gold` cannot be read."""
         worker = await self._free_worker(timeout_s)
         asked: asyncio.subprocess.Process | None = None
         is_late = True
@@ -37,9 +38,15 @@ class MathJudge:
             asked = worker if worker is not None and worker.returncode is None else await _start()
             verdict = await _ask(asked, gold, answer, timeout_s)
             is_late = verdict is None
-            if is_late:
+            if verdict is None:
                 logger.warning("math reward: an answer could not be scored in %g s and counts as wrong", timeout_s)
-            return verdict or 0.0
+                return 0.0
+            if verdict["score"] is None:
+                raise RewardError(
+                    f"math-verify finds no expression in the label {gold!r:.60}. No completion would ever be right; "
+                    "correct the data, or name another key in --label-key."
+                )
+            return verdict["score"]
         finally:
             if asked is not None and is_late:
                 _kill(asked)  # its late result would be taken for that of the next question
@@ -86,14 +93,18 @@ async def _start() -> asyncio.subprocess.Process:
     if verdict is None:
         _kill(worker)
         raise WaitTimeoutError("a math reward worker to start", START_SECONDS, "vime.rollout.rm_math")
-    if verdict != 1.0:
+    if verdict["score"] != 1.0:
         _kill(worker)
-        raise RewardError(f"--rm-type math: the worker scored 0.5 against 1/2 as {verdict}. Reinstall math-verify.")
+        raise RewardError(
+            f"--rm-type math: the worker scored 0.5 against 1/2 as {verdict['score']}. Reinstall math-verify."
+        )
     return worker
 
 
-async def _ask(worker: asyncio.subprocess.Process, gold: str, answer: str, timeout_s: float) -> float | None:
-    """Return the worker's score; None when it is late."""
+async def _ask(
+    worker: asyncio.subprocess.Process, gold: str, answer: str, timeout_s: float
+) -> dict[str, float | None] | None:
+    """Return what the worker says, its "score"; None when it is late."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     try:
@@ -110,7 +121,8 @@ async def _ask(worker: asyncio.subprocess.Process, gold: str, answer: str, timeo
         raise RewardError(
             "--rm-type math: the worker process died. See its error output above; is math-verify installed?"
         )
-    return float(json.loads(line)["score"])
+    told: dict[str, float | None] = json.loads(line)
+    return told
 
 
 def _kill(worker: asyncio.subprocess.Process) -> None:

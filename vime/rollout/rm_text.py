@@ -19,9 +19,14 @@ _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _UNITS = re.compile(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}")
 _DROPPED = (r"\left", r"\right", r"\!", r"\,", r"\;", r"\ ", r"\%", r"\$", "$", "%", "°", r"^{\circ}", r"^\circ")
 _LETTER = r"\(?\s*([A-Z])\s*\)?(?![a-zA-Z])"
+_FONTS = re.compile(r"\\(?:text|math)[a-z]*\{([^{}]*)\}|[*$]")
+"""What a chosen letter is set in: `\\textbf{B}`, `**B**`, `$B$`."""
 _CHOICES = (
-    re.compile(r"\\boxed\{\s*(?:\\text\{)?" + _LETTER),
-    re.compile(r"(?i:answer|option|choice)\s*(?i:is|:)?\s*(?i:option|choice|:)?\s*\**\s*" + _LETTER),
+    re.compile(r"\\boxed\{\s*" + _LETTER),
+    *(
+        re.compile(rf"(?i:{word})\s*(?i:is|:)?\s*(?i:option|choice|:)?\s*" + _LETTER)
+        for word in ("answer", "option|choice")  # "Answer: B. Option A is wrong."
+    ),
     re.compile(r"(?:^|\s|\()([A-Z])(?:\)|\.|\s*$)"),
 )
 
@@ -96,6 +101,8 @@ def _listed(value: object) -> list[object]:
 
 
 def _right_letter(label: object, letters: Sequence[str], texts: Sequence[object]) -> str | None:
+    if isinstance(label, float) and label.is_integer():  # of a column of numbers in which one is missing
+        label = int(label)
     if isinstance(label, int) and not isinstance(label, bool):
         return letters[label] if 0 <= label < len(letters) else None
     text = str(label).strip()
@@ -106,6 +113,7 @@ def _right_letter(label: object, letters: Sequence[str], texts: Sequence[object]
 
 
 def _chosen_letter(answer: str, letters: Sequence[str]) -> str | None:
+    answer = _FONTS.sub(r"\1", answer)
     for pattern in _CHOICES:
         found: list[str] = [letter for letter in pattern.findall(answer) if letter in letters]
         if found:

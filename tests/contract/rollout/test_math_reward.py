@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from tests.helpers.rollout_setup import make_args
-from vime.rollout import rm_math
+from vime.rollout import rm_hub, rm_math
 from vime.rollout.rm_hub import async_rm, batched_async_rm, close_rewards
 from vime.rollout.rm_math import MathJudge
-from vime.types import Sample, SampleStatus
+from vime.types import RewardError, Sample, SampleStatus
 
 CASES = [
     ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
@@ -17,6 +17,13 @@ CASES = [
     ("\\boxed{4}", "5", 0.0),
     ("no idea", "5", 0.0),
     ("\\boxed{9^{9^{9^{9^{9}}}}}", "5", 0.0),
+    ("$\\boxed{\\$18.90}$", "\\$18.90", 1.0),
+    ("\\boxed{18.90}", "\\$18.90", 1.0),
+    ("\\boxed{18}", "\\$18.90", 0.0),
+    ("\\boxed{5}", "$5$", 1.0),
+    ("put the answer in \\boxed{answer}. \\boxed{8}", "8", 1.0),
+    ("\\boxed{7}, \\boxed{8}", "7", 0.0),  # the last box counts
+    ("\\boxed{7} and \\boxed{8}", "7,8", 1.0),  # or both, where there are two answers
 ]
 
 
@@ -32,6 +39,17 @@ async def test_equal_expressions_are_found_and_hopeless_ones_survived():
     samples = [Sample(response=response, label=label, status=SampleStatus.COMPLETED) for response, label, _ in CASES]
     first = await async_rm(args, samples[0])  # alone, so that the others find one warm worker
     assert [first, *await batched_async_rm(args, samples[1:])] == [expected for *_, expected in CASES]
+
+
+@pytest.mark.usefixtures("_ends_judges")
+@pytest.mark.parametrize("label", ["$", "\\boxed{}"])
+async def test_a_label_without_an_expression_is_named_and_the_worker_kept(label):
+    """Every completion scored 0, and no message said why."""
+    args = make_args("--rm-type", "math", "--rm-timeout-secs", 30)
+    with pytest.raises(RewardError, match=r"math-verify finds no expression in the label .*--label-key"):
+        await async_rm(args, Sample(response="\\boxed{4}", label=label, status=SampleStatus.COMPLETED))
+    judge = rm_hub._JUDGES[asyncio.get_running_loop()]
+    assert any(worker is not None and worker.returncode is None for worker in judge._idle._queue)
 
 
 async def test_waiting_for_a_worker_has_a_deadline_of_its_own(monkeypatch):

@@ -275,6 +275,59 @@ def test_without_a_ledger_the_events_know_which_receipts_there_were(run: Path) -
     assert any("is not there: what the trainer stepped on is unknown" in line for line in found())
 
 
+def without_ledger(run: Path, **claims: object) -> list[str]:
+    """Breaches of a run of mode off or buffer that saved nothing, and whose events are gone."""
+    (run / LEDGER_NAME).unlink(missing_ok=True)
+    told = claims_of(run, receipts={}, **claims)
+    return breaches(audit_run(run, saved=None, claims=told, has_ledger=False))
+
+
+def test_without_a_ledger_a_group_that_two_rounds_stepped_on_is_named(run: Path) -> None:
+    """Where the data source numbers its groups on; one of the user's own may repeat a number."""
+    rewrite(run, lambda r, g: [*g, SAME] if r == 2 else g)
+    [finding] = without_ledger(run, sizes={}, has_unique_groups=True)
+    assert finding == "receipts: round 2: the trainer stepped on group 0, as in round 0"
+    assert without_ledger(run, sizes={}) == []
+
+
+def test_without_a_ledger_a_group_of_a_round_that_was_trained_again_is_no_breach(run: Path) -> None:
+    """Round 2 before and after a restart from round 1: the links lead to the second alone."""
+    links = links_of(run)
+    store = ReceiptFile(run, start_round=SAVED + 1, link=links[SAVED])
+    store.note(SAVED + 1, SAVED + 1, [SAME._replace(group=4), SAME._replace(group=9)])
+    store.close()
+    assert without_ledger(run, sizes={}, trained={0, 1, 2}, has_unique_groups=True) == []
+
+
+def test_without_a_ledger_the_metrics_know_which_rounds_were_trained(run: Path) -> None:
+    """Events may be missing, in a directory of which they were not copied."""
+    path = run / RECEIPTS_NAME
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert without_ledger(run, trained={0, 1, 2}) == []
+    path.write_bytes(b"".join(lines[:2]))  # the beginning, and round 0
+    lost = [
+        f"receipts: round {round_id}: was trained, the metrics say; the trainer has no receipt of it"
+        for round_id in range(3)
+    ]
+    assert without_ledger(run, trained={0, 1, 2}) == lost[1:]
+    path.write_bytes(lines[0])
+    assert without_ledger(run, trained={0, 1, 2}) == lost
+    path.unlink()
+    [finding] = without_ledger(run, trained={0, 1, 2})
+    assert finding == f"receipts: {RECEIPTS_NAME}: is not there: what the trainer stepped on is unknown"
+    assert without_ledger(run) == []  # of a version that wrote none
+
+
+def test_without_a_ledger_rounds_before_the_receipts_begin_are_not_missed(run: Path) -> None:
+    """Rounds 0 to 3 were trained by a version that wrote none, or their receipts lie in another directory."""
+    (run / RECEIPTS_NAME).unlink()
+    store = ReceiptFile(run, start_round=4, link="ab" * 8)
+    assert without_ledger(run, sizes={}, trained={0, 1, 2, 3}) == []
+    store.note(4, 4, [SAME])
+    store.close()
+    assert without_ledger(run, sizes={}, trained={0, 1, 2, 3, 4}) == []
+
+
 def test_rounds_from_before_there_were_receipts_are_not_found_fault_with(run: Path) -> None:
     (run / RECEIPTS_NAME).unlink()
     with closing(sqlite3.connect(run / LEDGER_NAME)) as connection, connection:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from vime.config.parse import Config
 from vime.config.run import TrackingConfig
 from vime.observability import events
 from vime.observability.claims import read_claims
@@ -115,6 +118,41 @@ def test_a_run_claims_rows_for_its_receipts_and_in_a_run_without_that_metric_its
     tracker.log(1, {"train/num_samples": 8.0, "train/num_tokens": 70.0})
     tracker.close()
     assert read_claims(tmp_path).sizes == {0: (11, 90), 1: (8, 70)}
+    assert read_claims(tmp_path).trained == {0}  # round 1 may be older than receipts
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_unique"),
+    [
+        ({}, True),
+        ({"data_source_path": "own.py:Source"}, False),
+        ({"rollout_function_path": "own.py:rollout"}, False),
+        ({"load_debug_rollout_data": "round_0.jsonl"}, False),  # the same round again and again
+    ],
+)
+def test_groups_have_numbers_of_their_own_where_the_data_source_is_vime_s(
+    tmp_path: Path, changes: dict[str, str], is_unique: bool
+) -> None:
+    assert not read_claims(tmp_path).has_unique_groups  # not known
+    (tmp_path / "config.json").write_text(json.dumps(Config().replace(**changes).to_dict()))
+    assert read_claims(tmp_path).has_unique_groups is is_unique
+
+
+def test_an_event_without_a_time_is_left_out(tmp_path: Path) -> None:
+    """Nothing can be drawn at NaN."""
+    log = EventLog(tmp_path, "driver")
+    log.emit(EventKind.RUN_STARTED)
+    log.close()
+    log.path.write_text(log.path.read_text() + '{"t": NaN, "mono": 1, "process": "driver", "kind": "run_finished"}\n')
+    assert [entry["name"] for entry in trace_events(read_events(tmp_path))] == ["process_name", "run_started"]
+
+
+def test_sizes_that_are_not_finite_are_no_claim(tmp_path: Path) -> None:
+    tracker = Tracker(TrackingConfig(), tmp_path, {})
+    tracker.log(0, {"train/num_samples": 8.0, "train/num_rows": math.inf, "train/num_tokens": 90.0})
+    tracker.log(1, {"train/num_samples": 8.0, "train/num_tokens": math.nan})
+    tracker.close()
+    assert read_claims(tmp_path).sizes == {}
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:

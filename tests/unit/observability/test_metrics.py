@@ -65,6 +65,18 @@ def test_a_loss_that_is_not_a_number_is_kept_visible(tmp_path: Path) -> None:
     assert math.isnan(read_metrics(tmp_path)[0]["train/loss"])
 
 
+@pytest.mark.parametrize(
+    "line", ['{"step": 1, "metrics": {"a": null}}', '{"step": Infinity, "metrics": {}}', '{"step": 1, "metrics": []}']
+)
+def test_a_line_of_another_structure_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str
+) -> None:
+    """It was a traceback in whatever adds up or draws the numbers."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "metrics": {"a": 1.0}}\n' + line + "\n")
+    assert read_metrics(tmp_path) == {0: {"a": 1.0}}
+    assert "metrics.jsonl:2: left out a line that is not a metrics record" in caplog.text
+
+
 def test_a_value_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="metric train/loss: got str 'high'"):
         Tracker(TrackingConfig(), tmp_path, {}).log(0, {"train/loss": "high"})  # type: ignore[dict-item]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 
 from vime.observability import stuck
 from vime.observability.stuck import OVERDUE_S, PATIENCE_S, Chain, Kind, Names, Verdict, judge
-from vime.observability.waits import RunProcess, SeenWait, SeenWork, State
+from vime.observability.waits import RunProcess, SeenWait, SeenWork, State, read_run
+from vime.utils.waits import DIRECTORY, FORMAT
 
 NOW = 1_000_000.0
 
@@ -364,3 +367,25 @@ def test_a_stopped_engine_explains_a_run_before_a_job_that_is_silent() -> None:
     stopped = process("engine-0", state=State.STOPPED)
     found = verdict(GENERATION, MANAGER, process("router"), stopped, process("ledger", owes("job-a", age_s=50.0)))
     assert (found.is_stuck, "STOPPED" in found.line) == (True, True)
+
+
+WHOLE = {
+    "format": FORMAT, "process": "router", "pid": 7, "start": 1, "place": "elsewhere", "epoch": 0.0,
+    "waits": [{"name": "w", "owners": ["engine"], "count": 1, "since": 0.0, "deadline_s": None}],
+    "work": [{"name": "x", "since": 0.0}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pid": []}, {"epoch": "x"}, {"waits": 3}, {"waits": [3]}, {"work": [{"name": "x"}]}, {"pid": float("inf")}, None],
+)
+def test_a_process_s_file_of_another_structure_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, object] | None
+) -> None:
+    (tmp_path / DIRECTORY).mkdir()
+    (tmp_path / DIRECTORY / "whole.json").write_text(json.dumps(WHOLE))
+    (tmp_path / DIRECTORY / "other.json").write_text(json.dumps([] if changes is None else {**WHOLE, **changes}))
+    [read] = read_run(tmp_path, sample_s=0)
+    assert (read.name, read.waits[0].owners, read.work[0].name) == ("router", ("engine",), "x")
+    assert "other.json: left out, it cannot be read" in caplog.text

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from vime.config.parse import Config
 from vime.config.run import TrackingConfig
 from vime.observability.events import EventKind, EventLog
 from vime.observability.metrics import Tracker
-from vime.observability.summary import is_right, read_completions, summarise
+from vime.observability.summary import read_completions, summarise
 from vime.types import DataError, Sample
 
 
@@ -107,14 +109,61 @@ def test_one_evaluation_alone_is_nothing_to_compare(tmp_path: Path) -> None:
 def test_of_a_conversation_the_last_message_is_the_prompt(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     for rollout_id in (0, 1):
-        write_eval(tmp_path, "held_out", rollout_id, [Sample(prompt=chat, response="4", reward={"right": 1.0})])
+        write_eval(tmp_path, "held_out", rollout_id, [Sample(prompt=chat, response="4", reward=1.0)])
     _, (pair,) = read_completions(tmp_path)
     assert (pair.prompt, pair.is_after_right) == ("2+2?", True)
 
 
-@pytest.mark.parametrize(("reward", "expected"), [(1.0, True), (0.0, False), (-1.0, False), (None, False), ({}, False)])
-def test_an_answer_is_right_when_it_earned_something(reward: float | None, expected: bool) -> None:
-    assert is_right(Sample(reward=reward)) is expected
+def write_config(run_dir: Path, **changes: object) -> None:
+    config = {"reward": {"reward_key": "acc"}, "eval": {"pass_reward": 0.5}}
+    (run_dir / "config.json").write_text(json.dumps(config if not changes else Config().replace(**changes).to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (0.5, True),
+        (0.4, False),  # it was right: more than nothing
+        (None, False),
+        ({"score": 1.0, "acc": 0.0}, False),  # it was right: the first entry counted
+        ({"score": -1.0, "acc": 1.0}, True),
+        ({}, False),
+    ],
+)
+def test_an_answer_is_right_as_pass_at_k_counts_it(
+    tmp_path: Path, reward: float | dict[str, float] | None, expected: bool
+) -> None:
+    """By --reward-key acc and --pass-reward 0.5."""
+    write_config(tmp_path)
+    for rollout_id in (0, 3):
+        write_eval(tmp_path, "held_out", rollout_id, [Sample(prompt="p", reward=reward)])
+    _, (pair,) = read_completions(tmp_path)
+    assert (pair.is_before_right, pair.is_after_right) == (expected, expected)
+
+
+def test_a_set_with_a_reward_key_of_its_own_is_judged_by_it(tmp_path: Path) -> None:
+    sets = tmp_path / "sets.toml"
+    sets.write_text('[[datasets]]\nname = "own"\npath = "own.jsonl"\nreward_key = "exact"\n')
+    write_config(tmp_path, reward_key="score", eval_config=str(sets))
+    for rollout_id in (0, 3):
+        write_eval(tmp_path, "own", rollout_id, [Sample(prompt="p", reward={"score": 0.0, "exact": 1.0})])
+    assert read_completions(tmp_path)[1][0].is_after_right
+    sets.unlink()  # the run's own key is known still
+    assert not read_completions(tmp_path)[1][0].is_after_right
+
+
+def test_damaged_numbers_and_a_damaged_configuration_are_no_traceback(tmp_path: Path) -> None:
+    EventLog(tmp_path, "driver").close()
+    tracker = Tracker(TrackingConfig(), tmp_path, {})
+    tracker.log(0, {"rollout/num_samples": 8, "rollout/num_tokens": math.inf})
+    tracker.log(1, {"rollout/num_samples": math.nan, "rollout/num_tokens": 100})
+    tracker.close()
+    for rollout_id in (0, 3):
+        write_eval(tmp_path, "held_out", rollout_id, [answer("p", "one", 1.0)])
+    (tmp_path / "config.json").write_text(json.dumps(Config().to_dict() | {"derived": [[]]}))
+    summary = summarise(tmp_path)
+    assert (summary.num_samples, summary.num_tokens) == (8, 100)
+    assert summary.answers[0].is_after_right
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -35,6 +35,12 @@ async def test_exact_match_compares_what_follows_the_last_thought_of_a_finished_
     assert await async_rm(args, answer(response, status=SampleStatus(status))) == expected
 
 
+@pytest.mark.parametrize(("label", "response"), [(7.0, "7"), (7, "7"), (-7.5, "-7.5")])
+async def test_a_number_of_a_column_with_missing_ones_is_compared_as_it_was_written(label, response):
+    """Such a column is read as floats: the label 7 arrives as 7.0."""
+    assert await async_rm(make_args("--rm-type", "exact_match"), answer(response, label=label)) == 1.0
+
+
 async def test_a_missing_label_is_said():
     with pytest.raises(RewardError, match=r"sample 5: has no label.*--label-key"):
         await async_rm(make_args("--rm-type", "exact_match"), answer("w", label=None))
@@ -73,6 +79,7 @@ class TestAsTheRecordSays:
             ("boxed_exact_match", "yes", "yes", 0.0),  # no box
             ("boxed_f1", r"the cat \boxed{cat sat}", "cat sat down", 0.8),
             ("boxed_gpqa", r"(A)? no: \boxed{B}", "B", 1.0),
+            ("boxed_gpqa", r"So the answer is $\boxed{\text{B}}$.", "B", 1.0),
             ("boxed_math", r"1/3 or \boxed{\frac{1}{2}}, not 3", "0.5", 1.0),
             ("boxed_math", "0.5", "0.5", 0.0),
         ],

@@ -95,6 +95,17 @@ def test_f1_counts_common_words():
         ("no letter here", "A", {}, 0),
         ("Answer: A", "not a choice", {"choices": ["x", "y"]}, 0),
         ("Because Apples fall", "A", {}, 0),
+        (r"\boxed{\textbf{B}}", "B", {}, 1),
+        (r"\boxed{\mathrm{(B)}}", "B", {}, 1),
+        (r"\text{B}", "B", {}, 1),  # what boxed_gpqa leaves of a box
+        ("Answer: $B$", "B", {}, 1),
+        ("**Answer:** **B**", "B", {}, 1),
+        ("**B**", "B", {}, 1),
+        ("**B**", "A", {}, 0),
+        ("Answer: B. Option A is wrong because x", "B", {}, 1),
+        ("Answer: B. Option A is wrong because x", "A", {}, 0),
+        ("Option A is wrong, I take option B", "B", {}, 1),
+        ("Answer: D", 3.0, {}, 1),
     ],
 )
 def test_the_chosen_letter_is_compared_with_the_right_one(response, label, metadata, score):
