@@ -115,8 +115,8 @@ def read_completions(run_dir: Path, limit: int = NUM_ANSWERS) -> tuple[str, tupl
 
 
 def is_right(sample: Sample, reward_key: str | None, pass_reward: float) -> bool:
-    """Return whether its reward, of a dict the entry `reward_key`, is at least `pass_reward`; without a usable one the
-    completion is not right. What pass@k counts, too."""
+    """Return whether its reward, of a dict the entry `reward_key`, is at least `pass_reward`, as pass@k counts
+    (rollout/metrics.py). Without a usable one the completion is not right here, where a run ends with its name."""
     try:
         return sample.scalar_reward(reward_key) >= pass_reward
     except RewardError:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from vime.config.parse import Args
 from vime.data.rows import SampleFacts
-from vime.observability.summary import is_right
 from vime.rollout.sample_rows import by_sample
 from vime.types import Sample, SampleStatus
 
@@ -149,7 +148,8 @@ def pass_metrics(args: Args, samples: Sequence[Sample], prefix: str) -> dict[str
     right ones (Chen et al., arXiv 2107.03374), averaged over the prompts. Right: a reward of at least --pass-reward."""
     rights: dict[int, list[bool]] = {}
     for sample, *_ in by_sample(samples):
-        rights.setdefault(sample.group_index, []).append(is_right(sample, args.reward_key, args.pass_reward))
+        is_right = sample.scalar_reward(args.reward_key) >= args.pass_reward
+        rights.setdefault(sample.group_index, []).append(is_right)
     most = min((len(completions) for completions in rights.values()), default=0)
     sizes = sorted({*(1 << power for power in range(most.bit_length())), most} - {0})
     return {
