@@ -153,7 +153,7 @@ def test_the_tools_of_a_clone(clone: Clone) -> None:
 
 
 def test_the_quick_start_takes_the_flags_that_its_page_says_to_try(clone: Clone) -> None:
-    """Ctrl-C and `--load` are `test_ctrl_c_saves_the_last_round_and_resume_goes_on`'s."""
+    """An interruption and `--load` are `test_sigterm_to_all_saves_the_last_round_and_resume_goes_on`'s."""
     command = documented(
         "./scripts/quickstart.sh",
         "SEED=1 ./scripts/quickstart.sh",

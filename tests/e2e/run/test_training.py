@@ -137,7 +137,7 @@ def test_resumed_run_equals_the_run_that_never_stopped(
     tiny_task: TinyTask, recorded: str, whole: Finished, tmp_path: Path
 ) -> None:
     """Two worlds save, and load, one checkpoint: the one behind round 1 of the run that went on. That a run ends there,
-    or is killed, and another goes on: `test_ctrl_c_saves_the_last_round_and_resume_goes_on` and
+    or is killed, and another goes on: `test_sigterm_to_all_saves_the_last_round_and_resume_goes_on` and
     test_equivalence_ladder.py."""
     checkpoints = whole.run_dir / "checkpoints"
     assert int((checkpoints / "latest_checkpointed_iteration.txt").read_text()) == 3
