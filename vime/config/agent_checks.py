@@ -92,8 +92,8 @@ def check_agents(config: Config) -> None:
             words = shlex.split(agents.agent_command)
         except ValueError as error:
             raise ConfigError(
-                f"--agent-command {agents.agent_command!r}: cannot be split into words: {error}. Expected a program and "
-                "its arguments, quoted as for a shell. Close the quotation."
+                f"--agent-command {agents.agent_command!r}: cannot be split into words: {error}. Expected a program "
+                "and its arguments, quoted as for a shell. Close the quotation."
             ) from error
         if not words or shutil.which(words[0]) is None:
             raise ConfigError(
