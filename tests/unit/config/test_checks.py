@@ -389,6 +389,7 @@ READ = {
     "custom_reward_post_process_path": (["a.b"], []),
     "get_mismatch_metrics": ([], []),
     "disable_grpo_std_normalization": ([], []),
+    "pass_reward": (["0.5"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
     "eval_interval": (["2"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
     "n_samples_per_eval_prompt": (["2"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
     "eval_temperature": (["0"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
