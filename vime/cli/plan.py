@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -45,6 +46,14 @@ def _unreachable(arguments: argparse.Namespace) -> int:
     raise AssertionError(f"{arguments.command} is run before the command line is parsed")
 
 
+def _rate(text: str) -> float:
+    """Return a rate that can be divided by."""
+    with contextlib.suppress(ValueError):
+        if 0 < (rate := float(text)) < math.inf:
+            return rate
+    raise argparse.ArgumentTypeError(f"got {text}, expected a finite number above 0")
+
+
 def run_plan(words: Sequence[str]) -> int:
     """Returns 0 when everything fits, 2 when it does not or the flags are refused, 3 when a run of --like cannot be
     read."""
@@ -57,12 +66,12 @@ def run_plan(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--no-passes", action="store_true", help="leave out forward and backward: no activations")
     text = "TFLOP/s of one GPU that trains (default: {:g}, assumed)"
-    parser.add_argument("--trainer-tflops", type=float, metavar="X", help=text.format(TFLOPS))
+    parser.add_argument("--trainer-tflops", type=_rate, metavar="X", help=text.format(TFLOPS))
     parser.add_argument(
-        "--engine-tokens-per-sec", type=float, metavar="X", help="tokens/s of one engine, all its sequences together"
+        "--engine-tokens-per-sec", type=_rate, metavar="X", help="tokens/s of one engine, all its sequences together"
     )
     text = "GB/s of an update of the engines' weights (default: {:g}, assumed)"
-    parser.add_argument("--update-gb-per-sec", type=float, metavar="X", help=text.format(UPDATE_GB_PER_S))
+    parser.add_argument("--update-gb-per-sec", type=_rate, metavar="X", help=text.format(UPDATE_GB_PER_S))
     parser.add_argument(
         "--like",
         type=Path,
@@ -74,8 +83,15 @@ def run_plan(words: Sequence[str]) -> int:
     )
     parser.add_argument("--async", dest="overlaps", action="store_true", help="--like: train_async.py will run it")
     own, flags = parser.parse_known_args(words)
+    rates = Rates(
+        trainer_tflops=own.trainer_tflops,
+        engine_tokens_per_sec=own.engine_tokens_per_sec,
+        update_gb_per_sec=own.update_gb_per_sec,
+    )
     try:
         config, notes = read_flags(flags)
+        figures = estimate(config, rates)
+        waits = deadlines(config, figures)
         played = play(config, own.like, overlaps=own.overlaps) if own.like else {}
         parts = dry_run(config, with_passes=not own.no_passes)
     except VimeError as error:
@@ -86,17 +102,8 @@ def run_plan(words: Sequence[str]) -> int:
         return 130
     fits, limit = verdict(config, parts)
     lines = [] if fits else advice(config, parts)
-    figures = estimate(
-        config,
-        Rates(
-            trainer_tflops=own.trainer_tflops,
-            engine_tokens_per_sec=own.engine_tokens_per_sec,
-            update_gb_per_sec=own.update_gb_per_sec,
-        ),
-    )
     notes += unmeasured(config, with_passes=not own.no_passes)
     notes += unlike(config, own.like)
-    waits = deadlines(config, figures)
     notes += doubts(config, waits)
     if own.json:
         record = {

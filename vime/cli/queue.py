@@ -16,11 +16,12 @@ from vime.config.queue_checks import EXTERNAL, STREAMING
 from vime.data.payload import record_size
 from vime.handoff.audit import MAX_SHOWN, AuditReport, SavedFacts, audit_run
 from vime.handoff.audit_checkpoints import audit_checkpoints
+from vime.handoff.ledger_file import has_history
 from vime.handoff.ledger_types import LEDGER_NAME, SPOOL_NAME, LedgerMark, Task
 from vime.handoff.queue_view import export_queue, import_queue, read_group, read_overview
 from vime.handoff.spool import Spools
 from vime.observability.claims import read_claims
-from vime.observability.run_dir import config_value
+from vime.observability.run_dir import check_run_dir, config_value
 from vime.types import HandoffError, VimeError
 
 
@@ -54,6 +55,7 @@ def add_parsers(commands: Commands) -> None:
 def run_audit(arguments: argparse.Namespace) -> None:
     """Print what was checked; raises AuditFailedError, which ends the command with 3, when a promise was broken."""
     run: Path = arguments.run
+    _check_run(run)
     saved, report = look_twice(run)
     files = audit_checkpoints(checkpoint_root(run))
     report = replace(report, findings=(*report.findings, *files.findings))
@@ -73,6 +75,13 @@ def run_audit(arguments: argparse.Namespace) -> None:
     if report.findings:
         raise AuditFailedError(report.summary(run))
     say("every promise kept")
+
+
+def _check_run(run: Path) -> None:
+    """Refuse what is no run. A queue that was imported is a ledger without a configuration."""
+    ledger = run / LEDGER_NAME
+    if not (ledger.is_file() or has_history(ledger)):
+        check_run_dir(run)
 
 
 def look_twice(run: Path) -> tuple[SavedFacts | None, AuditReport]:
@@ -105,6 +114,7 @@ def _look(run: Path) -> tuple[SavedFacts | None, AuditReport]:
 
 
 def run_ls(arguments: argparse.Namespace) -> None:
+    _check_run(arguments.run)
     overview = read_overview(arguments.run)
     for (partition, state), (total, tokens) in overview.groups.items():
         say(f"{partition:<16} {state:<8} {total:>9,} groups {tokens:>14,} tokens")
@@ -118,6 +128,7 @@ def run_ls(arguments: argparse.Namespace) -> None:
 
 
 def run_show(arguments: argparse.Namespace) -> None:
+    _check_run(arguments.run)
     view = read_group(arguments.run, arguments.partition, arguments.group)
     say(f"group {arguments.partition}/{arguments.group}")
     for name, value in view.fields.items():
@@ -140,6 +151,7 @@ def run_show(arguments: argparse.Namespace) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> None:
+    _check_run(arguments.run)
     count = export_queue(arguments.run, arguments.file)
     say(f"{arguments.file}: the ledger and {count:,} payloads")
 

@@ -88,7 +88,13 @@ def check_agents(config: Config) -> None:
             "the prompts. Remove one of them."
         )
     if agents.agent_command:
-        words = shlex.split(agents.agent_command)
+        try:
+            words = shlex.split(agents.agent_command)
+        except ValueError as error:
+            raise ConfigError(
+                f"--agent-command {agents.agent_command!r}: cannot be split into words: {error}. Expected a program "
+                "and its arguments, quoted as for a shell. Close the quotation."
+            ) from error
         if not words or shutil.which(words[0]) is None:
             raise ConfigError(
                 f"--agent-command {agents.agent_command!r}: no program {words[:1]} is found. Give its path."

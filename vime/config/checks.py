@@ -35,7 +35,7 @@ from vime.config.paths import EXPECTED_PROMPTS, absolute_paths, prompt_files
 from vime.config.problems import Problems
 from vime.config.queue_checks import check_queue, default_round_order
 from vime.config.reference_checks import check_reference_mode
-from vime.config.schedule import steps_of_round
+from vime.config.schedule import check_schedule
 from vime.types import ConfigError
 from vime.utils.device import has_cuda
 
@@ -283,6 +283,8 @@ def _check_devices(config: Config) -> None:
         raise ConfigError(
             f"--rollout-backend {config.rollout.rollout_backend}: only vllm is supported. Remove the flag."
         )
+    if config.cluster.device == "cpu" and config.cluster.distributed_backend == "nccl":
+        raise ConfigError("--distributed-backend nccl needs --device cuda, got cpu. Use gloo, or remove the flag.")
     if config.cluster.device == "cuda" and not has_cuda() and config.cluster.ray_address is None:
         raise ConfigError(
             "--device cuda: this machine shows no CUDA device. Use --device cpu, or --ray-address of a cluster that "
@@ -404,6 +406,10 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
             f"--over-sampling-batch-size {rollout.over_sampling_batch_size} is below --rollout-batch-size "
             f"{rollout.rollout_batch_size}. Expected at least as many."
         )
+
+
+def _check_sampling(config: Config) -> None:
+    rollout = config.rollout
     if rollout.rollout_top_k == 0:
         raise ConfigError("--rollout-top-k 0 samples nothing. Use -1 for all tokens, or at least 1.")
     if rollout.rollout_temperature == 0:
@@ -414,6 +420,8 @@ def _check_lengths(config: Config, shape: ModelShape) -> None:
             "sampling needs the kept set of every token, which this release does not record, so the policy ratio "
             "would be biased. Use --rollout-top-p 1 --rollout-top-k -1 (evaluation may truncate: --eval-top-p)."
         )
+    if "" in rollout.rollout_stop:
+        raise ConfigError("--rollout-stop: got an empty text, which ends no completion. Expected text. Remove it.")
 
 
 def _check_rounds(config: Config) -> None:
@@ -428,23 +436,6 @@ def _check_rounds(config: Config) -> None:
             f"--update-weights-interval {interval} makes rollouts up to {interval - 1} version(s) old, but "
             f"--transferqueue-max-staleness is {staleness}. Raise it to {interval - 1} or update more often."
         )
-
-
-def _check_schedule(config: Config) -> None:
-    """Check that the decay is longer than the warm-up, if the number of steps is known before the prompts are read."""
-    optimizer, critic = config.optimizer, config.critic
-    for flag, warmup, skipped in (
-        ("--lr-warmup-iters", optimizer.lr_warmup_iters, critic.num_critic_only_steps),
-        ("--critic-lr-warmup-iters", critic.critic_lr_warmup_iters, 0),
-    ):
-        steps, rounds = optimizer.lr_decay_iters, config.rollout.num_rollout
-        if steps is None and rounds is not None:
-            steps = (rounds - skipped) * steps_of_round(config)
-        if optimizer.lr_decay_style != "constant" and steps is not None and warmup >= max(1, steps):
-            raise ConfigError(
-                f"{flag} {warmup} leaves nothing of the {steps} steps over which --lr-decay-style "
-                f"{optimizer.lr_decay_style} decays. Warm up for fewer steps, or raise --lr-decay-iters."
-            )
 
 
 def _check_rewards(config: Config) -> None:
@@ -465,6 +456,11 @@ def _check_eval(config: Config) -> None:
     for one in eval_sets(config):
         if not prompt_files(one.path.split("@[")[0]):
             raise ConfigError(f"{one.flag}: no such file: {one.path} (set {one.name}). {EXPECTED_PROMPTS}")
+        if one.config.eval.eval_top_p == 0:
+            raise ConfigError(
+                f"{one.flag}: set {one.name} has --eval-top-p 0 (top_p), which samples nothing. Expected above 0 and "
+                "at most 1; --eval-temperature 0 takes the likeliest token."
+            )
         own = one.config.reward
         if own != config.reward and (lack := lack_of(own.rm_type, own)):
             raise ConfigError(f"{one.flag}: set {one.name} has rm_type {own.rm_type}, {lack}.")
@@ -574,7 +570,8 @@ _CHECKS: tuple[Callable[[Config], None], ...] = (
     _check_devices,
     _check_rounds,
     check_queue,
-    _check_schedule,
+    check_schedule,
+    _check_sampling,
     _check_rewards,
     _check_algorithm,
     _check_processes,

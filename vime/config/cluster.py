@@ -231,7 +231,7 @@ class ModelConfig:
     no_save_optim: bool = flag(
         False, "leave optimizer, scheduler and RNG state out of checkpoints", cli="--no-save-optim"
     )
-    seed: int = flag(1234, "seed of the trainer's random states", minimum=0)
+    seed: int = flag(1234, "seed of the trainer's random states", minimum=0, maximum=2**63 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vime.config.flags import flag_name, knobs
+from vime.config.translate import Item, Word
 from vime.types import ConfigError
 
 FLAG = "--config"
@@ -46,8 +47,9 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
     return files, rest
 
 
-def read_config_file(path: Path, sections: dict[str, type]) -> list[str]:
-    """Return the command line that a file stands for."""
+def read_config_file(path: Path, sections: dict[str, type]) -> list[Word]:
+    """Return the command line that a file stands for; a list is an item, so that none of its values is read as a
+    flag."""
     file = path / "config.json" if path.is_dir() else path
     try:
         text = file.read_text(encoding="utf-8")
@@ -83,14 +85,14 @@ def _flattened(record: Mapping[str, object], path: Path) -> Iterator[tuple[str, 
         yield name, value
 
 
-def _words(flag: str, value: object, path: Path) -> list[str]:
-    """`x = 3` -> --x=3; `x = true` -> --x; `x = false` -> --no-x; a list is the words behind the flag."""
+def _words(flag: str, value: object, path: Path) -> list[Word]:
+    """`x = 3` -> --x=3; `x = true` -> --x; `x = false` -> --no-x; a list is the values of the flag."""
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     if isinstance(value, list):
         if not all(isinstance(entry, str | int | float) and not isinstance(entry, bool) for entry in value):
             raise ConfigError(f"{FLAG} {path}: {flag[2:]} is {value!r}. Expected a list of texts or numbers.")
-        return [flag, *map(str, value)] if value else []
+        return [Item(flag, tuple(map(str, value)))] if value else []
     if not isinstance(value, str | int | float):
         raise ConfigError(
             f"{FLAG} {path}: {flag[2:]} is {type(value).__name__} {value!s}. Expected a text, a number, true or false, "
@@ -99,7 +101,7 @@ def _words(flag: str, value: object, path: Path) -> list[str]:
     return [f"{flag}={value}"]
 
 
-def _of_run(record: object, path: Path, sections: dict[str, type]) -> Iterator[str]:
+def _of_run(record: object, path: Path, sections: dict[str, type]) -> Iterator[Word]:
     """Return what was given for a run: every value that is neither the default nor derived from others."""
     if not isinstance(record, dict) or not all(isinstance(record.get(name), dict) for name in sections):
         raise ConfigError(
@@ -121,7 +123,7 @@ def _of_run(record: object, path: Path, sections: dict[str, type]) -> Iterator[s
             yield f"--{prefix}-{word[2:]}" if word.startswith("--") else word
 
 
-def _words_of_knob(flag: str, value: object, path: Path) -> list[str]:
+def _words_of_knob(flag: str, value: object, path: Path) -> list[Word]:
     if value is True:
         return [flag]  # also of a switch that is called --no-...
     if value is None or value == ():

@@ -18,6 +18,7 @@ The same as YAML; a table `eval` around both, as slime writes it, may be there.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ KNOBS = {
 }
 """Key of a set -> the knob that it sets."""
 REWARDS = ("rm_type", "custom_rm_path")
+NAME = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,99}")
+"""What a set can be called: its name is a part of metrics' names and of a path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,12 @@ def eval_sets(config: Config) -> list[EvalSet]:
     if config.eval.eval_config is not None:
         sets += _of_file(config, Path(config.eval.eval_config))
     names = [one.name for one in sets]
+    for one in sets:
+        if not NAME.fullmatch(one.name):
+            raise ConfigError(
+                f"{one.flag}: a set is called {one.name!r}, and files are named by it. Expected 1 to 100 letters of "
+                "ASCII, digits and _ . + -, not beginning with a dot. Rename it."
+            )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"--eval-prompt-data, --eval-config: names must differ, got {', '.join(twice)} twice.")

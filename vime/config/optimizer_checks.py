@@ -31,6 +31,11 @@ def check_optimizer(config: Config) -> None:
             "--optimizer-cpu-offload. Add that, or remove it."
         )
     for flag, dtype, decay_flag, decay in kept:
+        if decay == 1:
+            raise ConfigError(
+                f"{decay_flag} 1: the moment would never take up a gradient. Expected at least 0 and less than 1. "
+                "Lower it."
+            )
         if dtype == "bf16" and 1 - decay < NARROWEST_DECAY:
             raise ConfigError(
                 f"{flag} bf16 with {decay_flag} {decay:g}: in a step the moment falls by less than bf16 can tell, so "

@@ -21,7 +21,7 @@ from vime.config.problems import Problems
 from vime.config.rollout import AgentConfig, DataConfig, EngineConfig, EvalConfig, RewardConfig, RolloutConfig
 from vime.config.run import AgreementConfig, DebugConfig, TrackingConfig
 from vime.config.training import AlgoConfig, BatchConfig, CriticConfig, QueueConfig, WeightsConfig
-from vime.config.translate import PASSTHROUGH, Reading, read
+from vime.config.translate import PASSTHROUGH, Reading, Word, read
 from vime.types import ConfigError
 
 
@@ -183,10 +183,25 @@ def parse_readable(argv: Sequence[str]) -> tuple[Config, set[str]]:
 def collect(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[Config, Reading]:
     """Return what could be read; a flag with a problem has its default, and the problem is added to `problems`."""
     files, own = config_file.split_config_files(argv)
-    argv = [*(word for path in files for word in _read_file(path)), *own]
+    words, of_files = list[Word](), Problems()
+    try:
+        for path in files:
+            words += _read_file(path, problems, of_files, program=program)
+    except ConfigError as error:  # what the file would have given is not known: no other check makes sense
+        problems.add(str(error))
+        _read_words(own, problems, program=program)
+        problems.raise_all()
+    found = Problems()
+    config, reading = _read_words([*words, *own], found, program=program)
+    named = set(of_files)
+    problems.add(*(problem for problem in found if problem not in named))
+    return config, reading
+
+
+def _read_words(words: Sequence[Word], problems: Problems, *, program: str) -> tuple[Config, Reading]:
     parser = build_parser(program)
     parser.error = _refuse  # type: ignore[method-assign,assignment]  # argparse would end the process
-    reading = read(argv, parser, problems)
+    reading = read(words, parser, problems)
     sections: dict[str, Any] = {}  # each of its own class
     for name, section in SECTIONS.items():
         sections[name] = read_section(section, reading.namespace, problems, reading.refused_flags)
@@ -194,13 +209,13 @@ def collect(argv: Sequence[str], problems: Problems, *, program: str) -> tuple[C
     return Config(vllm_flags=vllm_flags, router_flags=router_flags, **sections), reading
 
 
-def _read_file(path: Path) -> list[str]:
-    """Return the command line that --config names; problems of it alone are reported with its name."""
-    words = config_file.read_config_file(path, SECTIONS)
-    try:
-        parse(words)
-    except ConfigError as error:
-        raise ConfigError(f"{config_file.FLAG} {path}: {error}") from error
+def _read_file(path: Path, problems: Problems, of_files: Problems, *, program: str) -> list[Word]:
+    """Return the command line that --config names. Problems of it alone are added to `problems` with its name, and to
+    `of_files` without."""
+    words, own = config_file.read_config_file(path, SECTIONS), Problems()
+    _read_words(words, own, program=program)
+    of_files.add(*own)
+    problems.add(*(f"{config_file.FLAG} {path}: {problem}" for problem in own))
     return words
 
 

@@ -50,6 +50,9 @@ class Problems:
         if self._found:
             raise SeveralProblems(self._found)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
     def __bool__(self) -> bool:
         return bool(self._found)
 

@@ -162,7 +162,7 @@ READ_WHEN = (
     Condition(
         (
             *("eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_top_k"),
-            *("eval_max_response_len", "skip_eval_before_train"),
+            *("eval_max_response_len", "skip_eval_before_train", "pass_reward"),
         ),
         lambda config: config.eval.has_sets,
         "with --eval-prompt-data NAME PATH or --eval-config FILE",

@@ -101,7 +101,7 @@ class RolloutConfig:
     rollout_max_context_len: int | None = flag(
         None, "longest prompt + completion, tokens; empty: the model's limit", minimum=2
     )
-    rollout_temperature: float = flag(1.0, "sampling temperature", minimum=0)
+    rollout_temperature: float = flag(1.0, "sampling temperature", minimum=0, maximum=2)
     rollout_top_p: float = flag(1.0, "nucleus sampling mass", minimum=0, maximum=1)
     rollout_top_k: int = flag(-1, "sample among the k likeliest tokens; -1: all", minimum=-1)
     rollout_stop: tuple[str, ...] = flag((), "strings that end a completion", nargs="+")
@@ -233,7 +233,7 @@ class EvalConfig:
         path=PathKind.FILE,
     )
     n_samples_per_eval_prompt: int = flag(1, "completions per evaluation prompt", minimum=1)
-    eval_temperature: float | None = flag(None, "empty: --rollout-temperature", minimum=0)
+    eval_temperature: float | None = flag(None, "empty: --rollout-temperature", minimum=0, maximum=2)
     eval_top_p: float | None = flag(None, "empty: --rollout-top-p", minimum=0, maximum=1)
     eval_top_k: int | None = flag(None, "empty: --rollout-top-k", minimum=-1)
     pass_reward: float = flag(

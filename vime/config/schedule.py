@@ -24,9 +24,32 @@ def decay_steps(settings: OptimizerConfig, total_steps: int) -> int:
             f"--lr-warmup-iters {settings.lr_warmup_iters} leaves nothing of the {steps} steps over which "
             "the rate decays (--lr-decay-iters, or the whole run). Warm up for fewer steps or decay over more."
         )
-    if settings.min_lr > settings.lr:
-        raise ConfigError(f"--min-lr {settings.min_lr} is above --lr {settings.lr}. Lower it.")
+    check_floor(settings)
     return steps
+
+
+def check_floor(settings: OptimizerConfig) -> None:
+    if settings.lr_decay_style != "constant" and settings.min_lr > settings.lr:
+        raise ConfigError(f"--min-lr {settings.min_lr} is above --lr {settings.lr}. Lower it.")
+
+
+def check_schedule(config: Config) -> None:
+    """Check that the decay goes down, and that it is longer than the warm-up if the number of steps is known before the
+    prompts are read."""
+    optimizer, critic = config.optimizer, config.critic
+    check_floor(optimizer)
+    for flag, warmup, skipped in (
+        ("--lr-warmup-iters", optimizer.lr_warmup_iters, critic.num_critic_only_steps),
+        ("--critic-lr-warmup-iters", critic.critic_lr_warmup_iters, 0),
+    ):
+        steps, rounds = optimizer.lr_decay_iters, config.rollout.num_rollout
+        if steps is None and rounds is not None:
+            steps = (rounds - skipped) * steps_of_round(config)
+        if optimizer.lr_decay_style != "constant" and steps is not None and warmup >= max(1, steps):
+            raise ConfigError(
+                f"{flag} {warmup} leaves nothing of the {steps} steps over which --lr-decay-style "
+                f"{optimizer.lr_decay_style} decays. Warm up for fewer steps, or raise --lr-decay-iters."
+            )
 
 
 def learning_rate_at(settings: OptimizerConfig, step: int, decay_steps: int) -> float:

@@ -65,6 +65,10 @@ class Item:
         return [self.flag, *self.values]
 
 
+Word = str | Item
+"""A word of a command line, or a flag whose values are known already."""
+
+
 @dataclass(slots=True)
 class Reading:
     """A command line in Vime's own flags, and the notes about it."""
@@ -76,10 +80,10 @@ class Reading:
     environment: dict[str, str] = field(default_factory=dict)  # variables that flags stand for
 
 
-def read(argv: Sequence[str], parser: argparse.ArgumentParser, problems: Problems) -> Reading:
+def read(argv: Sequence[Word], parser: argparse.ArgumentParser, problems: Problems) -> Reading:
     """Parse every flag of `argv`; problems are added to `problems`."""
     actions = parser._actions  # noqa: SLF001 - argparse has no public list of its flags
-    options = {option: action.nargs != 0 for action in actions for option in action.option_strings}
+    options = {option: action for action in actions for option in action.option_strings}
     items = _split(argv, options)
     translated = _Translator(items, set(options), problems)
     reading = Reading(parser.parse_args([]))
@@ -92,12 +96,14 @@ def read(argv: Sequence[str], parser: argparse.ArgumentParser, problems: Problem
     return reading
 
 
-def _split(argv: Sequence[str], known: Collection[str] = ()) -> list[Item]:
+def _split(argv: Sequence[Word], known: Collection[str] = ()) -> list[Item]:
     """Whether a word is meant as a flag: it begins with two hyphens, with the dash that an editor makes of them, or
     with one hyphen where two would make a flag."""
     items: list[Item] = []
     for word in argv:
-        if word.startswith(DASHES) or "-" + word in known:
+        if isinstance(word, Item):
+            items.append(word)
+        elif word.startswith(DASHES) or "-" + word in known:
             flag, is_joined, value = word.partition("=")
             items.append(Item(flag, (value,) if is_joined else ()))
         elif items:
@@ -108,14 +114,16 @@ def _split(argv: Sequence[str], known: Collection[str] = ()) -> list[Item]:
 
 
 def _take(
-    item: Item, parser: argparse.ArgumentParser, options: dict[str, bool], reading: Reading, problems: Problems
+    item: Item,
+    parser: argparse.ArgumentParser,
+    options: dict[str, argparse.Action],
+    reading: Reading,
+    problems: Problems,
 ) -> None:
-    """Parse one flag of Vime, or pass on one of vLLM or the router. `options`: whether a value may follow it."""
+    """Parse one flag of Vime, or pass on one of vLLM or the router. `options`: what argparse does with each flag."""
     if item.flag in options:
         try:
-            is_joined = len(item.values) == 1 and options[item.flag]
-            words = [f"{item.flag}={item.values[0]}"] if is_joined else item.words
-            _, unread = parser.parse_known_args(words, reading.namespace)
+            unread = _parse(item, options[item.flag], parser, reading.namespace)
         except ConfigError as error:
             problems.add(str(error))
             reading.refused_flags.add(item.flag)
@@ -137,6 +145,20 @@ def _take(
         return
     what = f"unknown flag {item.flag}" if item.flag else f"{' '.join(item.values)}: expected a flag in front"
     problems.add(f"{what}. {_nearest(item.flag, set(options))}See train.py --help.")
+
+
+def _parse(
+    item: Item, action: argparse.Action, parser: argparse.ArgumentParser, namespace: argparse.Namespace
+) -> list[str]:
+    """Set the values of a flag; return those that are too much. A value that begins with a dash is read joined to the
+    flag, or argparse would take it for another one."""
+    if action.nargs == "+" and item.values:
+        alone = [parser.parse_known_args([f"{item.flag}={value}"])[0] for value in item.values]
+        setattr(namespace, action.dest, [value for one in alone for value in getattr(one, action.dest)])
+        return []
+    is_joined = len(item.values) == 1 and action.nargs != 0
+    words = [f"{item.flag}={item.values[0]}"] if is_joined else item.words
+    return parser.parse_known_args(words, namespace)[1]
 
 
 def _of_verl(words: Sequence[str]) -> str:

@@ -64,7 +64,7 @@ def read_note(path: Path) -> Note:
     lock = lock_path(path)
     try:
         text = lock.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Note.NONE
     try:
         return Note(text.decode().removesuffix("\n"))

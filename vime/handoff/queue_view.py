@@ -114,6 +114,8 @@ def export_queue(run: Path, target: Path) -> int:
     """Write the queue of `run` to the file `target`; return how many payloads it holds. The run may be live."""
     if target.exists():
         raise HandoffError(f"{target}: is there already. Choose another name.")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise HandoffError(f"{target}: no directory {target.parent} that can be written. Make it, or choose another.")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".vime-queue-") as name:
         directory = Path(name)
         with _reading(run) as connection, closing(sqlite3.connect(directory / LEDGER_NAME)) as copy:

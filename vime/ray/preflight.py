@@ -34,7 +34,7 @@ from vime.handoff.ledger_types import LEDGER_NAME
 from vime.handoff.ledger_undo import lasting_file
 from vime.handoff.spool import Fsync
 from vime.handoff.spool_check import check_spool
-from vime.ray.checkpoint import LEDGER_RUN, find_latest, read_run_state
+from vime.ray.checkpoint import LEDGER_RUN, find_latest, find_start, read_run_state
 from vime.ray.checkpoint_damage import refuse_damage
 from vime.ray.checkpoint_identity import refuse_other_run
 from vime.ray.dry_run import dry_run, ranks_per_node
@@ -42,6 +42,7 @@ from vime.ray.foreign_checkpoint import refuse_foreign
 from vime.ray.inputs import Refusals, check_inputs
 from vime.ray.ledger_choice import choose_ledger
 from vime.rollout.plugins import check_plugins
+from vime.rollout.record import check_recorded
 from vime.sessions.key_file import agent_key
 from vime.training.roles import engine_spec, needed_roles
 from vime.types import ConfigError, EngineSpec, VimeError
@@ -185,6 +186,14 @@ def _check_resumed(config: Config) -> None:
     """Check the checkpoint first, because it says which ledger to look for."""
     _check_load(config)
     _check_ledger(config)
+    _check_replayed(config)
+
+
+def _check_replayed(config: Config) -> None:
+    """Check that the first round to replay was recorded."""
+    template, first = config.debug.load_debug_rollout_data, find_start(config.model.load).rollout_id
+    if template is not None and first < (config.rollout.num_rollout or 0):
+        check_recorded(Path(template.format(rollout_id=first)))
 
 
 def _check_failpoints() -> None:

@@ -16,10 +16,9 @@ from vime.config.eval_sets import eval_sets
 from vime.config.graders import COMPARE_WITH_LABEL, is_unscored, own_grader
 from vime.config.parse import Args
 from vime.config.paths import prompt_files
-from vime.rollout.prompts import Record, no_records, read_fields, read_records, split_slice
+from vime.rollout.prompts import Placed, no_records, read_fields, read_records, split_slice
 from vime.types import ConfigError, DataError
 
-Numbered = tuple[int, Record]  # line number from 1
 MAX_NAMED = 3
 LIMIT_S = 3.0  # for one file: some 500,000 records
 
@@ -44,24 +43,25 @@ def _file_faults(args: Args, path: str, flag: str) -> Iterator[str]:
         if not prompt_files(str(file)):
             return  # reported where the flags are checked
         found, is_whole = _read_within(LIMIT_S, read_records(file, flag))
-        records = found[part] if is_whole else found
-        if not records:
+        counts_from_end = min(part.start or 0, part.stop or 0) < 0
+        records = found[part] if is_whole or not counts_from_end else []  # the end of the file was not reached
+        if not records and is_whole:
             raise no_records(path, flag)
     except DataError as error:
         yield str(error)
         return
     if is_unscored(args.config):
-        yield from _unscored(args, str(file), records)
+        yield from _unscored(args, records)
     if args.rm_type in COMPARE_WITH_LABEL and args.label_key is None:
-        keys = ", ".join(sorted(records[0][1]))
+        keys = ", ".join(sorted((records or found)[0][-1]))
         yield (
             f"--rm-type {args.rm_type} compares the completion with a label, and no --label-key is given; the records "
             f"of {file} have: {keys}. Name the key of the label."
         )
     faults = []
-    for number, record in records:
+    for part_file, number, record in records:
         try:
-            read_fields(args, record, f"{file}:{number}", directory=file.parent)
+            read_fields(args, record, f"{part_file}:{number}", directory=part_file.parent)
         except DataError as error:
             faults.append(str(error))
     yield from faults[:MAX_NAMED]
@@ -70,21 +70,21 @@ def _file_faults(args: Args, path: str, flag: str) -> Iterator[str]:
         yield f"{flag} {path}: {more} more of its {len(records)} records are like these. Correct them too."
 
 
-def _unscored(args: Args, file: str, records: list[Numbered]) -> Iterator[str]:
+def _unscored(args: Args, records: list[Placed]) -> Iterator[str]:
     """Yield records that name no reward, when no flag does either."""
     silent = []
-    for number, record in records:
+    for file, number, record in records:
         metadata = record.get(args.metadata_key)
         if not isinstance(metadata, dict) or own_grader(args.config.reward, metadata) is None:
-            silent.append(number)
+            silent.append(f"{file}:{number}")
     if silent:
         yield (
             f"no reward: give --rm-type or --custom-rm-path. ({len(silent)} of {len(records)} records do not name "
-            f"their own in metadata['rm_type'], the first is {file}:{silent[0]}.)"
+            f"their own in metadata['rm_type'], the first is {silent[0]}.)"
         )
 
 
-def _read_within(limit_s: float, records: Iterator[Numbered]) -> tuple[list[Numbered], bool]:
+def _read_within(limit_s: float, records: Iterator[Placed]) -> tuple[list[Placed], bool]:
     """Return as many records as can be read in time, and whether those are all."""
     ends, found = time.monotonic() + limit_s, []
     for record in records:

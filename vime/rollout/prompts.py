@@ -22,6 +22,7 @@ from vime.config.parse import Args
 from vime.config.paths import EXPECTED_PROMPTS, prompt_files
 from vime.rollout.conversations import TURNS, chat_text, is_conversation, read_conversation, turns_of
 from vime.rollout.images import Image, PromptImages, expand_prompt, read_images, refuse_places
+from vime.rollout.json_values import json_fault, text_fault
 from vime.rollout.labels import label_fault
 from vime.types import DataError
 from vime.utils.imports import without_collector
@@ -38,6 +39,8 @@ _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 Record = dict[str, object]
 """One line of a prompt file."""
+Placed = tuple[Path, int, Record]
+"""A record with its file and its line, from 1 (its row in a table): of a pattern or a directory, that of the part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +125,8 @@ def read_prompts(args: Args, path: str, *, flag: str) -> Prompts:
     records = list(read_records(file, flag))[part]
     if not records:
         raise no_records(path, flag)
-    reader = _RecordReader(args, file)
-    prompts = [reader.prompt(number, record) for number, record in records]
+    reader = _RecordReader(args)
+    prompts = [reader.prompt(*one) for one in records]
     return check_lengths(args, prompts)
 
 
@@ -176,17 +179,13 @@ def check_lengths(args: Args, prompts: list[Prompt]) -> Prompts:
     return kept
 
 
-def read_records(file: Path, flag: str) -> Iterator[tuple[int, Record]]:
-    """Yield (line number from 1, record); blank lines of a jsonl file are skipped."""
+def read_records(file: Path, flag: str) -> Iterator[Placed]:
+    """Yield every record of `file`, a pattern or a directory; blank lines of a jsonl file are skipped."""
     parts = prompt_files(str(file))
     if not parts:
         raise DataError(f"{flag} {file}: no such file. {EXPECTED_PROMPTS}")
-    if parts != [file] or file.is_dir():
-        tables = parts if parts != [file] else files_of_directory(file, flag)
-        every = (record for part in tables for _, record in _read_file(part, flag))
-        yield from enumerate(every, start=1)
-        return
-    yield from _read_file(file, flag)
+    tables = files_of_directory(file, flag) if file.is_dir() else parts
+    yield from ((part, number, record) for part in tables for number, record in _read_file(part, flag))
 
 
 def files_of_directory(directory: Path, flag: str) -> list[Path]:
@@ -279,24 +278,32 @@ class Fields:
 def read_fields(args: Args, record: Record, where: str, *, directory: Path = Path()) -> Fields:
     """Check everything about a record that needs no tokenizer. DataError says what is wrong with it. `directory`: where
     relative paths of images begin."""
-    content = _value(record, args.input_key, "--input-key", where)
+    input_key, label_key, tool_key = args.input_key, args.label_key, args.tool_key
+    metadata_key, source_key = args.metadata_key, args.source_key
+    content = _value(record, input_key, "--input-key", where)
     _check_content(args, content, where)
-    metadata = record.get(args.metadata_key)
+    metadata = record.get(metadata_key)
     if metadata is not None and not isinstance(metadata, dict):
         raise DataError(
-            f"{where}: {args.metadata_key!r} is {type(metadata).__name__}, expected an object (--metadata-key). Fix "
+            f"{where}: {metadata_key!r} is {type(metadata).__name__}, expected an object (--metadata-key). Fix "
             "the record or the flag."
         )
-    source = record.get(args.source_key)
-    named = {} if source is None else {args.source_key: source}
-    label = _value(record, args.label_key, "--label-key", where) if args.label_key else None
+    source = record.get(source_key)
+    named = {} if source is None else {source_key: source}
+    label = _value(record, label_key, "--label-key", where) if label_key else None
     if fault := own_grader_fault(args.config.reward, metadata or {}):
         raise DataError(f"{where}: {fault}. Fix the record, or score with --custom-rm-path.")
     own = own_grader(args.config.reward, metadata or {})
-    if (own or args.rm_type) in COMPARE_WITH_LABEL and (own or args.label_key) and (fault := label_fault(label)):
+    if (own or args.rm_type) in COMPARE_WITH_LABEL and (own or label_key) and (fault := label_fault(label)):
         grader = f"rm_type {own} of its metadata" if own else f"--rm-type {args.rm_type}"
         raise DataError(f"{where}: {fault}: {grader} compares the completion with it. Fix the record or --label-key.")
-    tools = _value(record, args.tool_key, "--tool-key", where) if args.tool_key else None
+    tools = _value(record, tool_key, "--tool-key", where) if tool_key else None
+    for name, value in ((tool_key, tools), (label_key, label), (source_key, source), (metadata_key, metadata)):
+        if value is not None and (fault := json_fault(str(name), value)):
+            raise DataError(f"{where}: {fault}")
+    for name, value in ((input_key, content), (tool_key, tools), (label_key, label)):
+        if value is not None and (fault := text_fault(str(name), value)):
+            raise DataError(f"{where}: {fault}")
     return Fields(
         content=cast("str | list[dict[str, object]]", content),
         tools=cast("list[dict[str, object]] | None", tools),  # the chat template reports what is wrong with them
@@ -348,8 +355,8 @@ def _check_content(args: Args, content: object, where: str) -> None:
 class _RecordReader:
     """Turns a record into a Prompt, by the key flags and the chat template."""
 
-    def __init__(self, args: Args, file: Path) -> None:
-        self._args, self._file = args, file
+    def __init__(self, args: Args) -> None:
+        self._args = args
         self._tokenizer = load_tokenizer(args.hf_checkpoint)
         self._num_ids = read_model_shape(args.hf_checkpoint).vocab_size  # 0: not given
         self._template_arguments: dict[str, object] = json.loads(args.apply_chat_template_kwargs or "{}")
@@ -358,9 +365,9 @@ class _RecordReader:
                 f"--apply-chat-template: the tokenizer of {args.hf_checkpoint} has no chat template. Remove the flag."
             )
 
-    def prompt(self, number: int, record: Record) -> Prompt:
-        where = f"{self._file}:{number}"
-        fields = read_fields(self._args, record, where, directory=self._file.parent)
+    def prompt(self, file: Path, number: int, record: Record) -> Prompt:
+        where = f"{file}:{number}"
+        fields = read_fields(self._args, record, where, directory=file.parent)
         if _is_imitated(self._args, fields.content):
             return self._conversation(fields, where)
         text, token_ids, images = self._render(fields, where)

@@ -41,13 +41,18 @@ def save_samples(path: Path, samples: list[Sample]) -> None:
     _write_lines(path, [(sample, sample.to_dict()) for sample in samples])
 
 
-def load_rollout(path: Path) -> list[list[Sample]]:
-    """Return the groups of a recorded round, in order."""
+def check_recorded(path: Path) -> None:
+    """Refuse a round of which there is no file."""
     if not path.is_file():
         raise DataError(
             f"--load-debug-rollout-data {path}: no such file. Record rounds with --save-debug-rollout-data, and check "
             "that --num-rollout does not ask for more rounds than were recorded."
         )
+
+
+def load_rollout(path: Path) -> list[list[Sample]]:
+    """Return the groups of a recorded round, in order."""
+    check_recorded(path)
     records = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):

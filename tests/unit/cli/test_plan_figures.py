@@ -46,6 +46,24 @@ def test_a_flag_that_is_unknown_ends_with_2_and_is_named(model: str, capsys: pyt
     assert "vime plan: unknown flag --nosuch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--trainer-tflops", "--engine-tokens-per-sec", "--update-gb-per-sec"])
+@pytest.mark.parametrize("value", ["0", "-5", "nan", "inf", "many"])
+def test_a_rate_that_nothing_can_be_divided_by_is_refused(
+    model: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--hf-checkpoint", model, f"{flag}={value}"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert flag in said
+    assert f"got {value}, expected a finite number above 0" in said
+
+
+def test_evaluation_sets_that_cannot_be_read_are_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--hf-checkpoint", model, "--no-passes", "--eval-config", "/nowhere.toml"]) == 2
+    assert "vime plan: --eval-config /nowhere.toml: cannot be read" in capsys.readouterr().err
+
+
 def test_the_largest_micro_batch_is_of_whole_sequences_and_a_rest() -> None:
     """Limit 100 tokens a rank on 2 context ranks: 200 = 3 x 60 + 20. A sequence above it is a pack alone."""
     config = Config().replace(rollout_max_response_len=50, rollout_max_prompt_len=10)

@@ -170,10 +170,29 @@ def test_a_file_that_is_no_whole_queue_is_refused_and_leaves_nothing(run, tmp_pa
     assert list(copy.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", [["audit"], ["queue", "ls"], ["queue", "show"]])
-def test_a_run_without_a_ledger_is_refused(tmp_path, capsys, command):
-    assert main([*command, str(tmp_path), *(["0"] if command[-1] == "show" else [])]) == 3
+COMMANDS = [(["audit"], []), (["queue", "ls"], []), (["queue", "show"], ["0"]), (["queue", "export"], ["queue.tar"])]
+
+
+@pytest.mark.parametrize(("command", "more"), COMMANDS)
+def test_a_run_without_a_ledger_is_refused(tmp_path, capsys, command, more):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "events").mkdir()
+    more = [str(tmp_path / word) if word.endswith("tar") else word for word in more]
+    assert main([*command, str(tmp_path), *more]) == 3
     assert "there is no ledger" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "more"), COMMANDS)
+def test_a_path_that_is_no_run_is_refused_as_such(tmp_path, capsys, command, more):
+    (tmp_path / "file").write_text("")
+    for name in ("mistyped", "file", ""):
+        assert main([*command, str(tmp_path / name), *more]) == 2
+        assert "expected the run directory of a Vime run" in capsys.readouterr().err
+
+
+def test_a_queue_is_not_exported_into_a_directory_that_is_not_there(run, capsys):
+    assert main(["queue", "export", str(run), str(run / "nowhere" / "queue.tar")]) == 3
+    assert f"no directory {run / 'nowhere'} that can be written" in capsys.readouterr().err
 
 
 def test_audit_names_the_checkpoint_whose_bytes_changed(run, capsys):

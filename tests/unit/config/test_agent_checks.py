@@ -116,6 +116,11 @@ def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
         check_agents(config_of(tmp_path, "--agent-command", "no-such-agent --fast"))
 
 
+def test_a_quotation_that_is_not_closed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"""--agent-command "python 'x": .*No closing quotation.*quoted as for a"""):
+        check_agents(config_of(tmp_path, "--agent-command", "python 'x"))
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, "--agent-command", "sh agent.sh")
     (tmp_path / "chat_template.jinja").unlink()

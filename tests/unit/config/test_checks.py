@@ -310,6 +310,21 @@ REFUSALS = {
         ["--reference-mode", "--vllm-server-concurrency", "8"],
         ["--vllm-server-concurrency 8: no effect here", "without --reference-mode"],
     ),
+    "a temperature that vLLM refuses": (["--rollout-temperature", "2.1"], ["--rollout-temperature", "expected 0 to 2"]),
+    "an evaluation at one": (["--eval-temperature", "3"], ["--eval-temperature: got 3.0, expected 0 to 2"]),
+    "an evaluation without mass": (
+        ["--eval-top-p", "0", "--eval-prompt-data", "own", "{model}/train.jsonl"],
+        ["--eval-prompt-data: set own has --eval-top-p 0", "Expected above 0"],
+    ),
+    "a stop of nothing": (["--rollout-stop", "END", ""], ["--rollout-stop: got an empty text"]),
+    "a decay that rises": (
+        ["--lr-decay-style", "linear", "--lr", "1e-6", "--min-lr", "1e-3"],
+        ["--min-lr 0.001 is above --lr 1e-06"],
+    ),
+    "a first moment of no gradient": (["--adam-beta1", "1"], ["--adam-beta1 1", "less than 1"]),
+    "a second moment of no gradient": (["--adam-beta2", "1"], ["--adam-beta2 1", "less than 1"]),
+    "a seed that torch does not take": (["--seed", str(2**64)], ["--seed: got 18446744073709551616, expected 0 to"]),
+    "NCCL on the CPU": (["--distributed-backend", "nccl"], ["--distributed-backend nccl needs --device cuda"]),
     "a group of one": (["--n-samples-per-prompt", "1"], ["--n-samples-per-prompt 1"]),
 }
 
@@ -319,7 +334,7 @@ def test_refused_naming_the_flags(name: str, model_dir: Path, monkeypatch: pytes
     monkeypatch.setattr("vime.config.checks.has_cuda", lambda: False)
     extra, expected = REFUSALS[name]
     with pytest.raises(ConfigError) as refusal:
-        resolved(model_dir, *extra)
+        resolved(model_dir, *(word.replace("{model}", str(model_dir)) for word in extra))
     for text in expected:
         assert text in str(refusal.value)
 
@@ -374,6 +389,7 @@ READ = {
     "custom_reward_post_process_path": (["a.b"], []),
     "get_mismatch_metrics": ([], []),
     "disable_grpo_std_normalization": ([], []),
+    "pass_reward": (["0.5"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
     "eval_interval": (["2"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
     "n_samples_per_eval_prompt": (["2"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),
     "eval_temperature": (["0"], ["--eval-prompt-data", "own", "{model}/train.jsonl"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vime.config.checks import resolve
-from vime.config.parse import SECTIONS, Config, dump, parse
+from vime.config.parse import SECTIONS, Config, dump, parse, parse_readable
 from vime.types import ConfigError
 
 TOML = """
@@ -121,6 +121,42 @@ def test_derived_values_survive_json() -> None:
 def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path, name: str, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse(["--config", write(tmp_path / name, text)])
+
+
+def test_what_is_wrong_in_files_and_on_the_command_line_is_said_at_once_each_with_its_place(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.toml", "lr = 'much'\nsave_interval = 0")
+    second = write(tmp_path / "b.toml", "rollout_batchsize = 4")
+    with pytest.raises(ConfigError) as refusal:
+        parse(["--config", first, "--config", second, "--seed", "x", "--nosuch", "1"])
+    said = str(refusal.value).splitlines()
+    assert said[0] == "5 problems"
+    for begin in (
+        f"--config {first}: --lr: invalid float",
+        f"--config {first}: --save-interval: got 0",
+        f"--config {second}: unknown flag --rollout-batchsize",
+        "--seed: invalid int",
+        "unknown flag --nosuch",
+    ):
+        assert [line.split(". ", 1)[1].startswith(begin) for line in said[1:]].count(True) == 1
+    with pytest.raises(ConfigError) as refusal:
+        parse(["--config", str(tmp_path / "none.toml"), "--seed", "x"])
+    assert "none.toml: cannot be read" in str(refusal.value)
+    assert "--seed: invalid int" in str(refusal.value)
+
+
+def test_values_of_a_list_that_begin_with_dashes_are_values(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", 'rollout-stop = ["--END--", "-1", "--lr=1", "—"]')
+    assert parse(["--config", file]).rollout.rollout_stop == ("--END--", "-1", "--lr=1", "—")
+    first = resolve(parse(["--num-rollout", "3", "--rollout-stop=--END--"]))
+    (tmp_path / "config.json").write_text(dump(first))
+    assert resolve(parse(["--config", str(tmp_path)])) == first
+
+
+def test_a_list_of_which_one_value_is_refused_leaves_the_default(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", "rollout-stop-token-ids = [1, 'two']")
+    config, refused = parse_readable(["--config", file, "--lr", "0.5"])
+    assert (config.rollout.rollout_stop_token_ids, config.optimizer.lr) == ((), 0.5)
+    assert refused == {"--rollout-stop-token-ids"}
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vime.config.eval_sets import eval_sets
-from vime.config.parse import parse
+from vime.config.parse import Config, parse
 from vime.types import ConfigError
 
 YAML = """
@@ -65,6 +65,10 @@ def test_each_set_has_the_run_s_configuration_but_for_what_it_says(name: str, te
         ("[[datasets]]\nname = 'a'\npath = 'b'\nrm_type = 'f1'\ncustom_rm_path = 'x.y'", "are both given"),
         ("[[datasets]]\nname = 'a'\npath = 'b'\n[[datasets]]\nname = 'a'\npath = 'c'", "names must differ, got a"),
         ("[[datasets", "cannot be read"),
+        *(
+            (f"[[datasets]]\nname = '{name}'\npath = 'b'", "--eval-config: a set is called .*, .* Rename it")
+            for name in ("../../up", "math/hard", ".hidden", "two words", "a" * 101)
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_with_the_key(text: str, message: str, tmp_path: Path) -> None:
@@ -74,3 +78,11 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_key(text: str, message: 
         eval_sets(parse(["--eval-config", str(file)]))
     with pytest.raises(ConfigError, match=r"no\.yaml: cannot be read"):
         eval_sets(parse(["--eval-config", str(tmp_path / "no.yaml")]))
+
+
+def test_names_of_letters_digits_and_four_signs_are_taken() -> None:
+    names = ["aime-2024", "gsm8k_v1.1", "a+b", "-", "a" * 100]
+    sets = eval_sets(Config().replace(eval_prompt_data=tuple(word for name in names for word in (name, "x.jsonl"))))
+    assert [one.name for one in sets] == names
+    with pytest.raises(ConfigError, match=r"--eval-prompt-data: a set is called 'a/b'"):
+        eval_sets(parse(["--eval-prompt-data", "a/b", "x.jsonl"]))

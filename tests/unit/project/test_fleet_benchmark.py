@@ -44,7 +44,7 @@ def test_a_restart_that_should_not_be_and_a_round_trained_twice_or_never_are_fau
 
 def test_an_audit_that_fails_is_a_fault(tmp_path: Path) -> None:
     [fault] = findings(tmp_path)  # no run
-    assert fault.startswith("the audit ended with 3: ")
+    assert fault.startswith("the audit ended with 2: ")
 
 
 @pytest.mark.parametrize(

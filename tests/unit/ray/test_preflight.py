@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from vime.config.parse import Config, parse
 from vime.ray.checkpoint import RunState, save_checkpoint
 from vime.ray.preflight import preflight, read_command_line
-from vime.types import CheckpointError, ConfigError
+from vime.types import CheckpointError, ConfigError, DataError
 from vime.utils.network import free_port
 
 SHAPE = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "head_dim": 16}
@@ -145,6 +145,18 @@ def test_a_mistyped_load_is_refused_with_what_is_there(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"--load {wrong}: {says}"):
             preflight(config(tmp_path, "--load", str(wrong), "--save", str(checkpoints)), is_async=False)
     preflight(config(tmp_path, "--load", str(checkpoints)), is_async=False)
+
+
+def test_a_first_round_to_replay_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
+    """The first after the checkpoint that is loaded, if there is a round after it."""
+    (tmp_path / "round_0.jsonl").write_text("")
+    flags = ["--load-debug-rollout-data", f"{tmp_path}/round_{{rollout_id}}.jsonl", "--num-rollout", "1"]
+    preflight(config(tmp_path, *flags), is_async=False)
+    save_checkpoint(tmp_path / "saved", RunState(rollout_id=0, version=1, data_source={}), lambda _: None)
+    flags += ["--load", str(tmp_path / "saved")]
+    preflight(config(tmp_path, *flags), is_async=False)  # no round is left
+    with pytest.raises(DataError, match=r"--load-debug-rollout-data .*round_1\.jsonl: no such file\. Record rounds"):
+        preflight(config(tmp_path, *flags, "--num-rollout", "2"), is_async=False)
 
 
 def test_a_damaged_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
