@@ -96,6 +96,8 @@ def _check_loss_type(algo: AlgoConfig) -> None:
         ignored.append("off_policy_correction")
     if algo.loss_type == "custom_loss":  # it reads the advantages, so what makes them is in force
         ignored = [name for name in ignored if name not in ADVANTAGE_KNOBS]
+    elif algo.get_mismatch_metrics:  # no engine has sampled what is imitated
+        ignored.append("get_mismatch_metrics")
     if ignored:
         raise ConfigError(
             f"--loss-type {algo.loss_type} does not read {', '.join(map(_flag, ignored))}. Remove them, or use "

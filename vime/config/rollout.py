@@ -36,7 +36,7 @@ class DataConfig:
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
     apply_chat_template_kwargs: str | None = flag(None, "JSON object of extra arguments for the chat template")
     rollout_shuffle: bool = flag(False, "shuffle the prompts anew each epoch")
-    rollout_seed: int = flag(42, "seed of the shuffle and of sampling", minimum=0)
+    rollout_seed: int = flag(42, "seed of the shuffle and of sampling", minimum=0, maximum=2**31 - 1)
     data_source_path: str = flag(
         "vime.rollout.data_source.RolloutDataSourceWithBuffer",
         "class of the data source (dotted path or file.py:Name)",

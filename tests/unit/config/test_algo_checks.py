@@ -157,6 +157,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "sft with an estimator": (
         {}, ["--loss-type", "sft_loss", "--advantage-estimator", "rloo"], ["--advantage-estimator"],
     ),
+    "sft compared with an engine": (
+        {}, ["--loss-type", "sft_loss", "--get-mismatch-metrics"], ["sft_loss", "--get-mismatch-metrics"],
+    ),
     "sft with a discount": ({}, ["--loss-type", "sft_loss", "--gamma", "0.9"], ["sft_loss", "--gamma"]),
     "sft with a correction": (
         {}, ["--loss-type", "sft_loss", "--off-policy-correction", "tis"], ["--off-policy-correction"],

@@ -323,6 +323,10 @@ REFUSALS = {
     ),
     "a first moment of no gradient": (["--adam-beta1", "1"], ["--adam-beta1 1", "less than 1"]),
     "a second moment of no gradient": (["--adam-beta2", "1"], ["--adam-beta2 1", "less than 1"]),
+    "a seed that vLLM does not take": (
+        ["--rollout-seed", str(2**32)],
+        ["--rollout-seed: got 4294967296, expected 0 to"],
+    ),
     "a seed that torch does not take": (["--seed", str(2**64)], ["--seed: got 18446744073709551616, expected 0 to"]),
     "NCCL on the CPU": (["--distributed-backend", "nccl"], ["--distributed-backend nccl needs --device cuda"]),
     "a group of one": (["--n-samples-per-prompt", "1"], ["--n-samples-per-prompt 1"]),
