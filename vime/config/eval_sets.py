@@ -39,7 +39,7 @@ KNOBS = {
 }
 """Key of a set -> the knob that it sets."""
 REWARDS = ("rm_type", "custom_rm_path")
-NAME = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,99}")
+NAME = re.compile(r"(?!\.)[^/\x00-\x1f\x7f]{1,100}")
 """What a set can be called: its name is a part of metrics' names and of a path."""
 
 
@@ -67,8 +67,8 @@ def eval_sets(config: Config) -> list[EvalSet]:
     for one in sets:
         if not NAME.fullmatch(one.name):
             raise ConfigError(
-                f"{one.flag}: a set is called {one.name!r}, and files are named by it. Expected 1 to 100 letters of "
-                "ASCII, digits and _ . + -, not beginning with a dot. Rename it."
+                f"{one.flag}: a set is called {one.name!r}, and files are named by it. Expected 1 to 100 characters "
+                "without / and control characters, not beginning with a dot. Rename it."
             )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

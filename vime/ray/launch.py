@@ -84,7 +84,8 @@ class End:
     code: int
     message: str = ""
     is_worth_a_restart: bool = False  # something died or hung; not: a wrong flag, plug-in, reward, or the user
-    is_safe: bool = False  # nothing is lost of what it trained
+    is_safe: bool = False  # nothing is lost of what was trained
+    outcome: str = ""  # what became of what was trained, for the user; a part of `message`
     trained_round: int = -1
 
 
@@ -238,7 +239,6 @@ def _attempt(config: Config, attempts: Attempts, *, before: End | None = None) -
 
 def _end_of_start(error: BaseException, before: End | None, root: Path) -> End:
     """Return how an attempt ended whose schedule has not begun, or was ended by a second signal."""
-    is_later = before is not None
     if isinstance(error, KeyboardInterrupt):
         message = "stopped at once by a second signal: rounds trained since the last checkpoint are not saved. "
         return End(code=INTERRUPTED, message=f"{message}--load continues from the last one, if there is one: {root}")
@@ -248,9 +248,13 @@ def _end_of_start(error: BaseException, before: End | None, root: Path) -> End:
             return End(code=INTERRUPTED, message=f"{what}: this run has trained nothing, so there is nothing to save.")
         return End(code=INTERRUPTED if before.is_safe else before.code, message=f"{before.message}\n{what} after that.")
     if isinstance(error, VimeError):
-        return End(code=error.exit_code, message=str(error), is_worth_a_restart=is_later and may_pass(error))
-    assert isinstance(error, Exception)
-    return End(code=VimeError.exit_code, message=_unforeseen(error), is_worth_a_restart=is_later and _is_passing(error))
+        message, code, may_help = str(error), error.exit_code, may_pass(error)
+    else:
+        message, code, may_help = _unforeseen(error), VimeError.exit_code, _is_passing(error)
+    if before is None:
+        return End(code=code, message=message)
+    message = f"{message}\n{before.outcome}".rstrip()  # of the last attempt that trained
+    return End(code=code, message=message, is_worth_a_restart=may_help, is_safe=before.is_safe, outcome=before.outcome)
 
 
 def _patience(config: Config, attempts: Attempts) -> Patience:
@@ -282,6 +286,7 @@ def _drive(components: Components, schedule: Schedule) -> End:
         message=f"{message}\n{outcome}",
         is_worth_a_restart=is_worth_a_restart,
         is_safe=is_safe,
+        outcome=outcome,
         trained_round=components.trained_round,
     )
 

@@ -517,22 +517,18 @@ class RemoteWorkers:
         self._share(self._alive())
         if host.report is not None:  # nobody will take them
             self._taken += host.report.stats.committed_groups
-        if self._count_death() > MAX_DEATHS:
+        stored = self._taken + self.stats.committed_groups
+        self._deaths = self._deaths + 1 if stored == self._stored else 1
+        self._stored = stored
+        if self._deaths > MAX_DEATHS:
             raise ClusterError(
                 f"{self._deaths} rollout workers died one after the other, and no group was stored in between. Look at "
                 f"RUN_DIR/logs/{_process(host)}.log and at the machine's memory; --load resumes the run."
             )
         starting.submit(self._bring_back, host.number)
 
-    def _count_death(self) -> int:
-        """Return how many died in a row, with this one."""
-        with self._lock:
-            stored = self._taken + sum(host.report.stats.committed_groups for host in self._hosts if host.report)
-            self._deaths = self._deaths + 1 if stored == self._stored else 1
-            self._stored = stored
-            return self._deaths
-
-    def _bring_back(self, number: int) -> None:
+    def _bring_back(self, number: int, deaths: int = 0) -> None:
+        """`deaths`: how many in its place have died while they started."""
         address, host = self._queue_address, None
         try:
             host = self._start_host(number)
@@ -545,10 +541,12 @@ class RemoteWorkers:
         except Exception as error:  # boundary: raised where a round waits
             if host is not None:
                 host.actor.kill()
-            died = isinstance(error, LostError) and not self._is_closed.is_set()
-            if self._has_other_queue_than(address) or (died and self._count_death() <= MAX_DEATHS):
-                logger.warning("rollout worker %d is started once more: %s", number, error)
+            may_try = isinstance(error, ClusterError) and deaths < MAX_DEATHS and not self._is_closed.is_set()
+            if self._has_other_queue_than(address):
                 self._bring_back(number)
+            elif may_try:
+                logger.warning("rollout worker %d is started once more: %s", number, error)
+                self._bring_back(number, deaths + 1)
             else:
                 self._failure = error
             return

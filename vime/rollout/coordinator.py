@@ -29,7 +29,7 @@ from vime.rollout.early_batches import EarlyBatches
 from vime.rollout.group_worker import WorkerStats
 from vime.rollout.metrics import completion_metrics, drop_metrics, num_removed, version_metrics
 from vime.rollout.progress import BOARD, RoundProgress
-from vime.types import Sample, WaitTimeoutError
+from vime.types import Sample, StaleError, WaitTimeoutError
 from vime.utils.failpoints import Point, failpoint
 from vime.utils.waits import waiting
 
@@ -150,10 +150,20 @@ class RoundCoordinator:
         facts = [group.facts for group in fresh]
         samples = functools.cache(lambda: self.samples(fresh))  # both plug-ins see what the first one did to them
         mark_removed(self._args, facts, samples)
-        check_versions(facts, round_id, self._args.transferqueue_max_staleness)  # the marks may take a row in again
+        self._check_marks(facts, round_id)
         set_custom_rewards(self._args, facts, samples)
         self._take_time_s = time.monotonic() - began
         return TakenRound(lease=lease, groups=groups, begun=frozenset(begun))
+
+    def _check_marks(self, facts: Sequence[GroupFacts], round_id: int) -> None:
+        """Refuse a row that is too old: it was removed when the group was stored, and the marks take it in again."""
+        try:
+            check_versions(facts, round_id, self._args.transferqueue_max_staleness)
+        except StaleError as error:
+            raise StaleError(
+                f"{error} A sample that a generate function had removed was taken in again by "
+                "--rollout-sample-filter-path: let it set remove_sample only where it is not set."
+            ) from error
 
     def claim_early_batch(self) -> list[TakenGroup]:
         """Return finished groups of the round that is being waited for, so that the trainers can start with them. Empty

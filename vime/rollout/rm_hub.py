@@ -28,7 +28,7 @@ from vime.rollout import reasoning_gym_tasks, rm_text
 from vime.rollout.labels import label_fault
 from vime.rollout.loops import raise_first, reward_loop
 from vime.rollout.plugins import plugin, plugin_args
-from vime.rollout.rm_math import MathJudge
+from vime.rollout.rm_math import MathJudge, UnreadableLabelError
 from vime.rollout.slime_aliases import Scorers, set_scorers
 from vime.types import LARGEST_REWARD, Reward, RewardError, Sample, SampleStatus
 from vime.utils.http import HttpFailure, HttpSession
@@ -246,10 +246,16 @@ async def deepscaler(args: Args, sample: Sample) -> float:
         return 0.0
     judge = _JUDGES.setdefault(asyncio.get_running_loop(), MathJudge())
     labels = sample.label if isinstance(sample.label, list) else [_label(sample)]
+    faults = []
     for label in labels:
         gold = rm_text.boxed(str(label)) or str(label)
-        if await judge.score(gold, f"\\boxed{{{found}}}", timeout_s=args.rm_timeout_secs):
-            return 1.0
+        try:
+            if await judge.score(gold, f"\\boxed{{{found}}}", timeout_s=args.rm_timeout_secs):
+                return 1.0
+        except UnreadableLabelError as fault:
+            faults.append(fault)
+    if faults and len(faults) == len(labels):
+        raise faults[0]
     return 0.0
 
 
@@ -321,8 +327,6 @@ def _label(sample: Sample) -> str:
         raise RewardError(f"sample {sample.index}: has no label to compare with. Name the record's key in --label-key.")
     if fault := label_fault(sample.label):
         raise RewardError(f"sample {sample.index}: {fault}. No completion would ever be right; correct the data.")
-    if isinstance(sample.label, float) and sample.label.is_integer():  # of a column of integers in which one is missing
-        return str(int(sample.label))
     return str(sample.label)
 
 

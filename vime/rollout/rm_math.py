@@ -18,6 +18,10 @@ START_SECONDS = 120.0  # imports sympy: about 2 s on an idle computer
 KILL_SECONDS = 10.0
 
 
+class UnreadableLabelError(RewardError):
+    """math-verify finds nothing in a label."""
+
+
 class MathJudge:
     """A pool of workers. Belongs to one event loop; workers start at first use."""
 
@@ -42,9 +46,10 @@ class MathJudge:
                 logger.warning("math reward: an answer could not be scored in %g s and counts as wrong", timeout_s)
                 return 0.0
             if verdict["score"] is None:
-                raise RewardError(
+                raise UnreadableLabelError(
                     f"math-verify finds no expression in the label {gold!r:.60}. No completion would ever be right; "
-                    "correct the data, or name another key in --label-key."
+                    "correct the data and begin a new run, or leave such samples out with --on-reward-error drop, with "
+                    "which this run can go on too."
                 )
             return verdict["score"]
         finally:

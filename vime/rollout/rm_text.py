@@ -23,10 +23,8 @@ _FONTS = re.compile(r"\\(?:text|math)[a-z]*\{([^{}]*)\}|[*$]")
 """What a chosen letter is set in: `\\textbf{B}`, `**B**`, `$B$`."""
 _CHOICES = (
     re.compile(r"\\boxed\{\s*" + _LETTER),
-    *(
-        re.compile(rf"(?i:{word})\s*(?i:is|:)?\s*(?i:option|choice|:)?\s*" + _LETTER)
-        for word in ("answer", "option|choice")  # "Answer: B. Option A is wrong."
-    ),
+    re.compile(r"(?i:answer)\s*(?i:is|:)\s*(?i:option|choice|:)?\s*" + _LETTER),  # "Answer: B. Option A is wrong."
+    re.compile(r"(?i:answer|option|choice)\s*(?i:is|:)?\s*(?i:option|choice|:)?\s*" + _LETTER),
     re.compile(r"(?:^|\s|\()([A-Z])(?:\)|\.|\s*$)"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import socket
 from collections import deque
@@ -45,8 +46,8 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str = LOOPBACK, *, in_a_row: int = 1) -> int:
-    """Return a port for a server of this process or of one that it starts: nobody else gets it as long as this process
-    lives. `in_a_row`: the first of so many ports of which this is true.
+    """Return a port for a server of this process or of one that it starts: nobody else gets it while this process lives
+    and has not asked for 256 others. `in_a_row`: the first of so many ports of which this is true.
 
     It lies below those that the kernel gives to outgoing connections. A server may take half a minute to begin to
     listen, and meanwhile thousands of connections are opened here, each of which could have got a port of the kernel's
@@ -54,8 +55,13 @@ def free_port(host: str = LOOPBACK, *, in_a_row: int = 1) -> int:
     """
     chance = random.SystemRandom()  # seeded runs must not all try the same ports
     for first in chance.sample(range(FIRST, _first_of_connections() - in_a_row + 1), TRIES):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as row:
-            reserved = [row.enter_context(_reservation(host, port)) for port in range(first, first + in_a_row)]
+        with contextlib.ExitStack() as row:
+            try:
+                reserved = [row.enter_context(_reservation(host, port)) for port in range(first, first + in_a_row)]
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
             row.pop_all()
             _reserved.extend(reserved)
             return first

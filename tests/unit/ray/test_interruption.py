@@ -394,6 +394,8 @@ def test_ctrl_c_in_a_restart_says_what_became_of_the_rounds_before(
 ) -> None:
     def starts(number: int) -> Components:
         if number == 2:
+            raise ClusterError("no room in the cluster")
+        if number == 3:
             raise Interrupted("start-up")
         return components
 

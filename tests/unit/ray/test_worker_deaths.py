@@ -12,7 +12,7 @@ from vime.ray import workers as workers_module
 from vime.ray.worker_process import WorkerReport
 from vime.ray.workers import MAX_DEATHS, RemoteWorkers, _Host
 from vime.rollout.group_worker import WorkerStats
-from vime.types import ClusterError, PartError
+from vime.types import ClusterError, PartError, WaitTimeoutError
 
 
 class Nothing:
@@ -67,6 +67,7 @@ def bring_back(found: Any, monkeypatch: pytest.MonkeyPatch, *deaths: Exception) 
     left = iter(deaths)
 
     def wait_for(*_: object, **__: object) -> list[None]:
+        found._taken += 1  # the others go on
         if (error := next(left, None)) is not None:
             raise error
         return [None]
@@ -87,8 +88,9 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(monkeypatch: p
 
 
 def test_one_that_never_starts_and_one_that_cannot_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead, broken = [ClusterError(f"death {number}") for number in range(MAX_DEATHS + 1)], PartError("no such plug-in")
-    for errors, says in ((dead, f"death {MAX_DEATHS}"), ([broken], "no such plug-in")):
+    dead, broken = [ClusterError(f"death {number}") for number in range(MAX_DEATHS + 9)], PartError("no such plug-in")
+    late = WaitTimeoutError("a rollout worker to start", 300.0, "rollout-worker-0")
+    for errors, says in ((dead, f"death {MAX_DEATHS}"), ([broken], "no such plug-in"), ([late], "300 s")):
         found = workers()
         bring_back(found, monkeypatch, *errors)
         with pytest.raises(type(errors[0]), match=says):

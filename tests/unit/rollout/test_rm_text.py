@@ -105,6 +105,9 @@ def test_f1_counts_common_words():
         ("Answer: B. Option A is wrong because x", "B", {}, 1),
         ("Answer: B. Option A is wrong because x", "A", {}, 0),
         ("Option A is wrong, I take option B", "B", {}, 1),
+        ("Answer choice A is wrong since it ignores heat. Therefore the correct option is C.", "C", {}, 1),
+        ("These are the answer choices. Answer choice B is incorrect. Option D matches the data.", "D", {}, 1),
+        ("My first answer was A, but answer A fails. The right choice: D", "D", {}, 1),
         ("Answer: D", 3.0, {}, 1),
     ],
 )

@@ -1,6 +1,7 @@
 """Ports: free ones are free, taken ones are not."""
 
 import contextlib
+import errno
 import json
 import socket
 import subprocess
@@ -33,8 +34,10 @@ def test_a_free_port_is_none_that_an_outgoing_connection_may_get_before_its_serv
 
 def test_no_process_gets_a_port_that_another_one_has_until_that_one_ends(monkeypatch):
     """Between a server's start and its first listening lie seconds: two processes must not choose the same port."""
-    rows = (range(first, first + TRIES) for first in range(FIRST, 60_000, TRIES))
-    some = next(row[0] for row in rows if all(port_is_free("127.0.0.1", port) for port in row))
+    monkeypatch.setattr(network, "_reserved", [])
+    some = free_port(in_a_row=TRIES)
+    while network._reserved:  # a row that no server and no other process of this machine has
+        network._reserved.pop().close()
     chosen = f"network.FIRST, network._first_of_connections = {some}, lambda: {some + TRIES}"
     program = f"from vime.utils import network; {chosen}; print([network.free_port() for _ in range(50)], flush=True)"
     with subprocess.Popen(
@@ -59,6 +62,15 @@ def test_a_server_listens_at_the_port_it_was_given_and_a_second_does_not(where):
             network._reservation("127.0.0.1", port)
 
 
+def test_what_is_no_taken_port_is_not_called_one(monkeypatch):
+    def no_more_files(*_):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(network.socket, "socket", no_more_files)
+    with pytest.raises(OSError, match="too many open files"):
+        free_port()
+
+
 def test_ports_in_a_row_are_all_free_and_nobody_gets_one_of_them_again(monkeypatch):
     monkeypatch.setattr(network, "FIRST", 20_000)
     monkeypatch.setattr(network, "_first_of_connections", lambda: 20_130)
@@ -69,7 +81,7 @@ def test_ports_in_a_row_are_all_free_and_nobody_gets_one_of_them_again(monkeypat
         def __init__(self, _host, port):
             asked.append(port)
             if port in taken or port % 10 == 0:
-                raise OSError
+                raise OSError(errno.EADDRINUSE, "in use")
             super().__init__(self)
             self.port = port
             taken.add(port)
