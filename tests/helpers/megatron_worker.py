@@ -35,7 +35,7 @@ from vime.protocols import TrainBackend
 from vime.ray.backends import make_backend
 from vime.training.export import save_hf, weights_hash
 from vime.training.worker import TrainWorker
-from vime.types import RankInfo, Role, VimeError
+from vime.types import RankInfo, Role, VimeError, may_pass
 
 TOTAL_STEPS = 8
 TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -324,8 +324,12 @@ def killed_while_writing(ranks: Ranks, model: Path, directory: Path) -> dict[str
             os.kill(os.getpid(), signal.SIGKILL)
         release()
         started = time.monotonic()
-        error = _error_of(lambda: pending.wait(60))
-    answer = {"error": error, "heard_after_s": time.monotonic() - started}
+        try:
+            pending.wait(60)
+            may_restart = None
+        except Exception as error:
+            may_restart = may_pass(error)
+    answer = {"may_restart": may_restart, "heard_after_s": time.monotonic() - started}
     trainer.backend.close()
     alone = Bench(dataclasses.replace(ranks, world_size=1), dataclasses.replace(case, world=1)).trainer()
     alone.load(directory / "first")

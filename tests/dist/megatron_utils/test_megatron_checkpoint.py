@@ -83,9 +83,7 @@ def test_a_rank_killed_while_the_bytes_are_written_costs_that_checkpoint_only(mo
         preload="tests.helpers.megatron_worker:import_backends",
     )
     assert gone is None
-    kind, message = rank["error"]
-    assert kind == "CheckpointError"
-    assert "the previous checkpoint is untouched" in message
+    assert rank["may_restart"] is True, "a peer that is lost says nothing about the disk"
     assert rank["loaded"] == rank["saved"]
     assert rank["second"][0] == "CheckpointError"  # what the killed save left is not taken for a checkpoint
 
