@@ -51,13 +51,29 @@ class Tracker:
         if tracking.use_tensorboard:
             self._sinks.append(_TensorBoard(run_dir, start_round))
         if tracking.use_wandb:
-            self._sinks.append(_Wandb(tracking, run_dir, config_dict))
+            self._add_wandb(tracking, config_dict)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write metrics of round `step`; more may follow for the same step. NaN is written: it must be seen."""
         numbers = {name: _number(name, value) for name, value in metrics.items()}
-        for sink in self._sinks:
-            sink.log(step, numbers)
+        for sink in list(self._sinks):
+            try:
+                sink.log(step, numbers)
+            except Exception as error:  # boundary: wandb's process may die or be killed, and metrics.jsonl has it all
+                if isinstance(sink, _JsonLines):
+                    raise
+                self._sinks.remove(sink)
+                name = type(sink).__name__.lstrip("_")
+                logger.warning("%s gets no more metrics of this start: %s: %s", name, type(error).__name__, error)
+
+    def _add_wandb(self, tracking: TrackingConfig, config_dict: Mapping[str, object]) -> None:
+        """A later start goes on without it where it does not answer: the run may have trained for days."""
+        try:
+            self._sinks.append(_Wandb(tracking, self._run_dir, config_dict))
+        except ConfigError as error:
+            if not read_metrics(self._run_dir):
+                raise
+            logger.warning("this start reports nothing to wandb: %s", error)
 
     def lacks(self, step: int, prefix: str) -> bool:
         """Whether an earlier start of this run ended before it logged any metric of that name for `step`."""

@@ -30,7 +30,7 @@ from ray._raylet import Config as RayletConfig  # type: ignore[attr-defined]  # 
 from vime.backends.vllm_utils.guard import session_members, weigh_session
 from vime.config.parse import Config
 from vime.config.queue_checks import BUFFER, EXTERNAL
-from vime.ray.template import BaseProcess
+from vime.ray.template import BaseProcess, raise_open_files
 from vime.types import ClusterError, ConfigError, describe
 from vime.utils import die_with_parent
 from vime.utils.heap import KEEP_FREED_MEMORY
@@ -238,6 +238,7 @@ def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]
         for name, value in {**KEEP_FREED_MEMORY, **NO_COMPILER}.items():
             os.environ.setdefault(name, value)
     _keep_ray_to_itself()
+    raise_open_files()  # as Ray's init does, but before the base of its workers begins
     worker_program = None
     if config.cluster.device == "cpu":
         worker_program = _base_process.worker_program(STOCK_WORKER)

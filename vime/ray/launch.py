@@ -17,7 +17,6 @@ from pathlib import Path
 
 import ray
 
-from vime.config.command_line import parse_command_line
 from vime.config.parse import Config, dump
 from vime.handoff.audit import SavedFacts, audit_run
 from vime.handoff.queue_view import ledger_fates
@@ -28,6 +27,7 @@ from vime.observability.logs import setup_logging
 from vime.observability.machine_facts import write_machine_facts
 from vime.observability.run_dir import RunDir, claimed_checkpoints
 from vime.observability.screen import Screen
+from vime.observability.unit_costs import recorded_config
 from vime.ray.checkpoint import checkpoint_root, find_latest, find_start, newest_checkpoint, read_run_state
 from vime.ray.checkpoint_damage import refuse_damage
 from vime.ray.cluster import NO_PATIENCE, Patience
@@ -61,7 +61,7 @@ def main(
             if loss is None:
                 config = read_command_line(argv, is_async=is_async, program=program_name)
             else:
-                config = parse_command_line(argv, program=program_name)
+                config = recorded_config(Path(loss.run_dir))  # what files and the hub say by now is another run's
             sign = claims.enter_context(claimed_checkpoints(config.model.save))
             run_dir = claims.enter_context(
                 RunDir.create(

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import psutil
 
-from vime.config.migration import SECRETS
+from vime.config.migration import SECRETS, TO_ENVIRONMENT
 from vime.types import ClusterError
 from vime.utils.processes import read_processes, title, tree
 
@@ -104,12 +104,15 @@ class Program:
             os.execve(sys.executable, words, {**self._environment, **hidden})
 
     def replace(self, loss: Loss) -> NoReturn:
-        """Run the same command line anew, with `loss`. From any thread."""
+        """Run the same command line anew, with `loss`. From any thread. The configuration is that of RUN_DIR, but for
+        the variables that flags stand for."""
         for name in os.listdir("/proc/self/fd"):
             if int(name) >= NUM_STREAMS:
                 with contextlib.suppress(OSError):  # closed meanwhile
                     os.set_inheritable(int(name), False)  # as Ray's sockets and shared memory are not
-        os.execve(sys.executable, sys.orig_argv, {**self._environment, HANDED_ON: json.dumps(asdict(loss))})
+        flags = {name: os.environ[name] for name in (*TO_ENVIRONMENT.values(), *SECRETS.values()) if name in os.environ}
+        environment = {**self._environment, **flags, HANDED_ON: json.dumps(asdict(loss))}
+        os.execve(sys.executable, sys.orig_argv, environment)
 
 
 def _reap_orphans() -> None:

@@ -21,6 +21,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import secrets
 import select
@@ -47,9 +48,19 @@ WORKER_MODULES = ("ray._private.workers.default_worker", "vime.ray.rollout_manag
 QUEUE_MODULES = ("tensordict",)
 """Not TransferQueue itself: its import draws from Ray's random numbers, see `_draw_alike`."""
 WORKER_PROGRAM = "default_worker.py"
+MOST_FILES = 65_536
 END_S = 10.0
 MESSAGE_S = 10.0
 Request = Mapping[str, object]
+
+
+def raise_open_files() -> None:
+    """Raise this process's limit of open files as Ray does for its own: copies have that of the base, and a login's is
+    often 1,024, which the connections of one router exceed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class BaseProcess:

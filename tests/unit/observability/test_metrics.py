@@ -177,6 +177,30 @@ tracker.close()
     assert b"rollout/reward_mean" in content
 
 
+def test_a_run_that_has_trained_goes_on_without_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its service may be down at a restart, and its process may be killed: a run of days must not end with that."""
+    import wandb
+
+    def refuse(**_: Any) -> None:
+        raise wandb.errors.CommError("no answer")
+
+    def killed(_: Any) -> None:
+        raise ConnectionResetError("wandb-core is gone")
+
+    monkeypatch.setattr(wandb, "init", lambda **_: Mock(log=killed))
+    tracker = Tracker(TrackingConfig(use_wandb=True), tmp_path, {})
+    for step in range(3):
+        tracker.log(step, {"train/loss": 0.5})
+    assert caplog.text.count("Wandb gets no more metrics of this start: ConnectionResetError") == 1
+    tracker.close()
+    monkeypatch.setattr(wandb, "init", refuse)
+    Tracker(TrackingConfig(use_wandb=True), tmp_path, {}, start_round=3).log(3, {"train/loss": 0.4})
+    assert "this start reports nothing to wandb" in caplog.text
+    assert sorted(read_metrics(tmp_path)) == [0, 1, 2, 3]
+
+
 def test_wandb_that_does_not_start_names_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 

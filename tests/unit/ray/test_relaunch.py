@@ -7,15 +7,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.helpers.training import ROOT
-from vime.config.parse import parse
+from vime.config.parse import dump, parse
+from vime.observability.run_dir import RunDir
 from vime.ray import launch
 from vime.ray.checkpoint import RunState, save_checkpoint
-from vime.ray.relaunch import Loss
+from vime.ray.relaunch import HANDED_ON, Loss, Program
 
 LOSS = Loss(
     server="raylet (pid 7)",
@@ -26,6 +28,7 @@ LOSS = Loss(
     num_restarts=1,
     newest_round=3,
     found=None,
+    loaded=None,
 )
 PROGRAM = """
 import dataclasses, json, os, subprocess, sys, threading
@@ -88,6 +91,21 @@ def test_all_that_the_old_program_started_is_ended_orphans_too() -> None:
     assert (names, left) == ([], [])
 
 
+def test_a_successor_has_the_configuration_of_the_run_not_what_its_files_say_by_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse(["--lr", "1e-6", "--num-rollout", "3"])
+    with RunDir.create(str(tmp_path / "run"), dump(config)) as run:
+        pass
+    loss = dataclasses.replace(LOSS, run_dir=str(run.path))
+    monkeypatch.setenv(HANDED_ON, json.dumps(dataclasses.asdict(loss)))
+    found: list[Any] = []
+    monkeypatch.setattr(launch, "_run", lambda config, path, *_: found.append((config, path)) or 0)
+    monkeypatch.setattr(Program, "end_what_is_left", lambda _self: None)
+    assert launch.main(lambda _: None, argv=["--config", str(tmp_path / "gone.toml")]) == 0
+    assert found == [(config, run.path)]
+
+
 def test_where_somebody_else_started_children_nothing_is_ended() -> None:
     """As a shell does that becomes the run: `server & exec python train.py`."""
     (_, started), (_, loss, _, left) = run("sh", "-c", f"sleep 600 >&- & exec {sys.executable} -c '{PROGRAM}'")
@@ -148,3 +166,18 @@ print(is_parent.value)
 def test_orphans_that_have_ended_are_reaped_and_the_code_of_an_own_child_is_not_lost() -> None:
     """Three programs of agents that left a child behind."""
     assert run(sys.executable, "-c", ORPHANS) == [[3, [], 7]]
+
+
+LIMITED = """
+import resource
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+from vime.ray.template import raise_open_files
+raise_open_files()
+print([resource.getrlimit(resource.RLIMIT_NOFILE)[0], hard])
+"""
+
+
+def test_the_base_of_workers_may_open_as_many_files_as_rays_own_workers() -> None:
+    [[soft, hard]] = run(sys.executable, "-c", LIMITED)
+    assert soft == (65_536 if hard == -1 else min(hard, 65_536))

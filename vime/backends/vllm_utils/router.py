@@ -40,6 +40,7 @@ AT_LEAST_ONE = (
     *("--max-concurrent-requests", "--retry-backoff-multiplier", "--rate-limit-tokens-per-second"),
 )
 METRICS_PORT = "--prometheus-port"
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 PORTS = (METRICS_PORT, "--service-discovery-port")
 
 # The router's own defaults look at a worker every 30 s at start and every 60 s later, and two routers on a host collide
@@ -77,7 +78,7 @@ class RouterProcess(ServerProcess):
         super().__init__(
             name,
             router_command(config, engines, host=host, port=self.port),
-            env=server_environment({}),
+            env=_without_proxy(server_environment({})),
             log_path=run_dir / "logs" / f"vllm-{name}.log",
             ready_url=f"http://{host}:{self.port}/readiness",
         )
@@ -120,6 +121,11 @@ class RouterProcess(ServerProcess):
     def check_health(self, deadline_s: float) -> None:
         """EngineError when it has ended or hangs."""
         self.probe(f"{self.url}/liveness", deadline_s)
+
+
+def _without_proxy(environment: dict[str, str]) -> dict[str, str]:
+    """Leave out what names a proxy: prompts and keys are for the engines alone, and it may not reach them."""
+    return {name: value for name, value in environment.items() if name.lower() not in PROXIES}
 
 
 def router_command(config: Config, engines: Sequence[EngineAddress], *, host: str, port: int) -> list[str]:
