@@ -4,6 +4,9 @@
 # Every node must see this directory, its .venv, the model, the data and the run directory under the same paths.
 #SBATCH --job-name=vime
 #SBATCH --exclusive
+# TERM to this shell alone, 10 minutes before the time limit, or by `scancel --batch --signal=TERM JOB`: the run saves and
+# ends. A plain `scancel` ends Ray in the same moment, and what was trained since the last checkpoint is lost.
+#SBATCH --signal=B:TERM@600
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 export RAY_worker_niceness=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN
@@ -39,4 +42,13 @@ while (there := sum(node["Alive"] for node in ray.nodes())) < int(sys.argv[2]):
 PYTHON
 
 srun --nodes 1 --ntasks 1 --nodelist "$HEAD" --overlap \
-  "$BIN/python" train.py --device cuda --ray-address "$HEAD:$PORT" "$@"
+  "$BIN/python" train.py --device cuda --ray-address "$HEAD:$PORT" "$@" &
+TRAIN=$!
+trap 'kill -TERM "$TRAIN"' TERM  # srun hands it on
+code=0
+wait "$TRAIN" || code=$?
+while kill -0 "$TRAIN" 2>/dev/null; do  # it was the signal that ended the wait
+  code=0
+  wait "$TRAIN" || code=$?
+done
+exit "$code"

@@ -77,8 +77,20 @@ def check_ray_start(words: Sequence[str]) -> Mapping[str, Any]:
     return ray_start.make_context("start", list(words[1:])).params
 
 
-def submit(home: Path, num_nodes: int, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run the script as a job of Slurm that was submitted in `home`, a checkout."""
+SAVES = """import os, signal, sys, time
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
+os.kill(os.getppid(), signal.SIGTERM)  # Slurm, of the batch shell alone
+ends = time.monotonic() + 30
+while time.monotonic() < (asked[0] + 1 if asked else ends):
+    time.sleep(0.05)
+print("saved, asked", len(asked), "time(s)")
+sys.exit(130)
+"""
+
+
+def submit(home: Path, num_nodes: int, train: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the script as a job of Slurm that was submitted in `home`, a checkout. `train`: in place of train.py."""
     bin_of_checkout, tools = home / ".venv/bin", home / "tools"
     tool(bin_of_checkout / "ray", RAY_THAT_BLOCKS)
     # the program in the script meets a `ray` that says who is there; train.py is the real one
@@ -89,7 +101,10 @@ def submit(home: Path, num_nodes: int, **more: str) -> subprocess.CompletedProce
     tool(tools / "sleep", '#!/bin/bash\nnote "$@"\n')
     (home / "fakes").mkdir()
     (home / "fakes/ray.py").write_text(RAY_THAT_JOINS)
-    (home / "train.py").symlink_to(ROOT / "train.py")
+    if train:
+        (home / "train.py").write_text(train)
+    else:
+        (home / "train.py").symlink_to(ROOT / "train.py")
     (home / "prompts.jsonl").write_text('{"input": "1 + 1 =", "label": "2"}\n')
     flags = [
         "--hf-checkpoint",
@@ -150,6 +165,11 @@ def test_without_cpus_per_task_the_script_for_slurm_says_nothing_of_them(
     done = submit(tmp_path, 1)
     assert done.returncode == 2, done.stdout + done.stderr
     assert {step[0] for step in noted(tmp_path / "notes", "srun")} == {"cpus="}
+
+
+def test_slurm_s_signal_before_the_time_limit_lets_the_run_save(tmp_path: Path) -> None:
+    done = submit(tmp_path, 1, SAVES)
+    assert (done.returncode, done.stdout) == (130, "saved, asked 1 time(s)\n"), done.stderr
 
 
 FIELDS = {
