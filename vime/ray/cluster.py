@@ -12,7 +12,9 @@ import itertools
 import logging
 import os
 import secrets
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -327,9 +329,16 @@ def servers_alone(worker_program: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_sigterm() -> Iterator[None]:
-    """Have `ray.init` in the block leave SIGTERM alone. Its own handler would end this process at once, unsaved."""
+    """Have SIGTERM do what it did before `ray.init` in the block. Ray has two handlers of its own: one in Python that
+    ends this process at once, and one in its core that writes a stack and aborts the process 3 s later. That one is
+    replaced by setting Python's anew."""
+    handler = signal.getsignal(signal.SIGTERM)
     with _replaced([(ray_utils, "set_sigterm_handler", lambda _handler: None)]):
-        yield
+        try:
+            yield
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager

@@ -101,6 +101,37 @@ def test_a_second_start_of_a_real_ray_leaves_nothing_of_the_first(tmp_path: Path
     subprocess.run([sys.executable, "-c", REAL], env=environment, cwd=ROOT, check=True, timeout=120)
 
 
+SIGNALLED = """
+import os, ray, signal, sys, time
+from vime.config.parse import parse
+from vime.ray.cluster import start_ray, stop_ray
+from vime.ray.interrupts import Interrupts
+with Interrupts() as interrupts:
+    for _ in range(2):  # a restart of the run has a Ray of its own
+        interrupts.is_asked = False
+        start_ray(parse(["--device", "cpu"]))
+        os.killpg(0, signal.SIGTERM)
+        time.sleep(5)  # Ray's core would abort this process after 3 s
+        assert interrupts.is_asked
+        assert ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=30) == 7, "Ray lives"
+        stop_ray()
+"""
+
+
+def test_sigterm_to_the_process_group_of_a_driver_is_a_request_whatever_ray_does_with_it() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGNALLED],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        start_new_session=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "*** SIGTERM received" not in ended.stderr
+
+
 def test_a_real_ray_that_never_starts_in_time_ends_the_run_by_name(
     tiny_task: TinyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
