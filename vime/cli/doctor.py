@@ -165,7 +165,7 @@ def check_shared_memory() -> Finding:
 
 def check_disk(run_dir: Path) -> Finding:
     """Check the disk of the nearest directory that exists."""
-    place = run_dir.expanduser().resolve()
+    place = Path(os.path.expanduser(run_dir)).resolve()
     while not place.exists():
         place = place.parent
     try:
@@ -230,7 +230,7 @@ def check_gpu() -> Finding:
 
 def check_model(directory: str) -> Finding:
     """Check config.json, weights whose headers fit their sizes, and the tokenizer."""
-    path = Path(directory).expanduser()
+    path = Path(os.path.expanduser(directory))
     try:
         shape = read_model_shape(directory)
         if not read_headers(directory, flag="--hf-checkpoint"):
