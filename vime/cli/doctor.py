@@ -259,14 +259,16 @@ def check_flags(flags: Sequence[str]) -> Finding:
 
 def check_ray() -> Finding:
     """Start a local Ray as a run does, run one task, stop it."""
+    from vime.ray.cluster import ray_logs  # brings Ray
+
     began = time.monotonic()
     try:
         subprocess.run([sys.executable, "-c", RAY_PROGRAM], capture_output=True, text=True, timeout=RAY_S, check=True)
     except subprocess.TimeoutExpired:
-        return Finding(Verdict.FAIL, "Ray", f"did not start and respond within {RAY_S:g} s. Look into /tmp/ray.")
+        return Finding(Verdict.FAIL, "Ray", f"did not start and respond within {RAY_S:g} s. {ray_logs()}")
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["without a word"])[-1]
-        return Finding(Verdict.FAIL, "Ray", f"did not start: {last[:300]}")
+        return Finding(Verdict.FAIL, "Ray", f"did not start: {last[:600]}")
     elapsed = time.monotonic() - began
     if elapsed > SLOW_RAY_S:
         return Finding(Verdict.WARN, "Ray", f"starts, responds and stops in {elapsed:.0f} s: a slow or busy machine.")
