@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
@@ -25,6 +25,8 @@ from vime.utils.waits import AGENT, waiting
 
 SHOWN_BYTES = 400
 """How much of a program's last output its reason for failing holds."""
+LONGEST_VARIABLE = 128 << 10
+"""Bytes of an environment variable with its name, `=` and the zero at its end: MAX_ARG_STRLEN of Linux (execve(2))."""
 MOST_THREADS = 256
 
 
@@ -58,22 +60,27 @@ class AgentTask:
 
 
 async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> None:
-    """Run the program to its end; AgentFailed for an exit code other than 0, and after `timeout_s`. Whatever is left of
-    its process group is ended, also when this is cancelled; the program ends with this process, however that ends."""
+    """Run the program to its end; AgentFailed when it cannot be started, for an exit code other than 0, and after
+    `timeout_s`. Whatever is left of its process group is ended, also when this is cancelled; the program ends with this
+    process, however that ends."""
     program, *arguments = shlex.split(command)
     found = shutil.which(program)
     if found is None:
         raise AgentFailed(f"--agent-command: there is no program {program!r} any more")
     launcher = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
-    with tempfile.TemporaryFile() as output:
-        process = await asyncio.create_subprocess_exec(
-            *launcher, found, *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **task.environment()},
-            start_new_session=True,
-        )  # fmt: skip
+    with ExitStack() as files:
+        try:
+            output = files.enter_context(tempfile.TemporaryFile())
+            process = await asyncio.create_subprocess_exec(
+                *launcher, found, *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **task.environment()},
+                start_new_session=True,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:  # too long, too many processes or open files; a zero in the prompt
+            raise AgentFailed(f"it could not be started: {_too_long(task) or error}") from error
         try:
             async with asyncio.timeout(timeout_s):
                 code = await process.wait()
@@ -134,6 +141,18 @@ async def run_function(call: asyncio.Future[object], *, timeout_s: float) -> flo
     if isinstance(value, int | float) and abs(value) <= LARGEST_REWARD:
         return float(value)
     raise AgentFailed(f"it returned {value!r:.60}; expected a finite number of at most {LARGEST_REWARD:.2g}, or None")
+
+
+def _too_long(task: AgentTask) -> str:
+    """Return what is said of a variable that Linux does not take; empty when it takes them all."""
+    for name, value in task.environment().items():
+        num_bytes = len(f"{name}={value}".encode(errors="replace")) + 1
+        if num_bytes > LONGEST_VARIABLE:
+            return (
+                f"{name} is too long for an environment variable: {num_bytes:,} bytes, at most {LONGEST_VARIABLE:,}. "
+                "Shorten the prompt or label, or use --agent-function, which has no such bound"
+            )
+    return ""
 
 
 def _text(value: object) -> str:

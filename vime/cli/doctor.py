@@ -165,7 +165,7 @@ def check_shared_memory() -> Finding:
 
 def check_disk(run_dir: Path) -> Finding:
     """Check the disk of the nearest directory that exists."""
-    place = run_dir.expanduser().resolve()
+    place = Path(os.path.expanduser(run_dir)).resolve()
     while not place.exists():
         place = place.parent
     try:
@@ -230,7 +230,7 @@ def check_gpu() -> Finding:
 
 def check_model(directory: str) -> Finding:
     """Check config.json, weights whose headers fit their sizes, and the tokenizer."""
-    path = Path(directory).expanduser()
+    path = Path(os.path.expanduser(directory))
     try:
         shape = read_model_shape(directory)
         if not read_headers(directory, flag="--hf-checkpoint"):
@@ -259,14 +259,16 @@ def check_flags(flags: Sequence[str]) -> Finding:
 
 def check_ray() -> Finding:
     """Start a local Ray as a run does, run one task, stop it."""
+    from vime.ray.cluster import ray_logs  # brings Ray
+
     began = time.monotonic()
     try:
         subprocess.run([sys.executable, "-c", RAY_PROGRAM], capture_output=True, text=True, timeout=RAY_S, check=True)
     except subprocess.TimeoutExpired:
-        return Finding(Verdict.FAIL, "Ray", f"did not start and respond within {RAY_S:g} s. Look into /tmp/ray.")
+        return Finding(Verdict.FAIL, "Ray", f"did not start and respond within {RAY_S:g} s. {ray_logs()}")
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["without a word"])[-1]
-        return Finding(Verdict.FAIL, "Ray", f"did not start: {last[:300]}")
+        return Finding(Verdict.FAIL, "Ray", f"did not start: {last[:600]}")
     elapsed = time.monotonic() - began
     if elapsed > SLOW_RAY_S:
         return Finding(Verdict.WARN, "Ray", f"starts, responds and stops in {elapsed:.0f} s: a slow or busy machine.")

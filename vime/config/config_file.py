@@ -15,6 +15,7 @@ configuration is the same. Values that the run derived from others are derived a
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
         path = value if has_value else next(arguments, "")
         if not path or path.startswith("--"):
             raise ConfigError(f"{FLAG}: got no file. Expected {FLAG} FILE, a TOML file or a run's config.json.")
-        files.append(Path(path).expanduser())
+        files.append(Path(os.path.expanduser(path)))
     return files, rest
 
 

@@ -18,6 +18,7 @@ The same as YAML; a table `eval` around both, as slime writes it, may be there.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -94,7 +95,7 @@ def _of_file(config: Config, file: Path) -> Iterator[EvalSet]:
         rm_type = changes.get("rm_type")
         yield EvalSet(
             name=name,
-            path=f"{(file.parent / Path(path).expanduser()).resolve()}{mark}{part}",
+            path=f"{(file.parent / Path(os.path.expanduser(path))).resolve()}{mark}{part}",
             flag="--eval-config",
             config=config.replace(**changes),
             rm_type=None if rm_type is None else str(rm_type),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ class ModelShape:
 
 def read_record(directory: str, *, flag: str = "--hf-checkpoint") -> dict[str, object]:
     """DIRECTORY/config.json as it is written; ConfigError when it is missing or no JSON object."""
-    path, where = Path(directory).expanduser() / "config.json", f"{flag} {directory}"
+    path, where = Path(os.path.expanduser(directory)) / "config.json", f"{flag} {directory}"
     if not path.is_file():
         raise ConfigError(
             f"{where}: no config.json there. {what_is_there(directory)}Expected a Hugging Face "
@@ -180,7 +181,7 @@ def num_tokenizer_ids(directory: str) -> int | None:
     """Return the highest token id of DIRECTORY/tokenizer.json + 1; None when it is not known. An embedding is often
     padded beyond it."""
     try:
-        record = json.loads((Path(directory).expanduser() / "tokenizer.json").read_text())
+        record = json.loads((Path(os.path.expanduser(directory)) / "tokenizer.json").read_text())
         vocabulary = record["model"]["vocab"]  # {token: id}, or a list by id
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return 1 + int(max([*ids, *(token["id"] for token in record.get("added_tokens", []))]))
@@ -191,10 +192,10 @@ def num_tokenizer_ids(directory: str) -> int | None:
 def has_latent_attention(directory: str) -> bool:
     """Whether keys and values of the model come from a short vector (DeepSeek's). False where no config.json says."""
     try:
-        return bool(json.loads((Path(directory).expanduser() / "config.json").read_text()).get("kv_lora_rank"))
+        return bool(json.loads((Path(os.path.expanduser(directory)) / "config.json").read_text()).get("kv_lora_rank"))
     except (OSError, ValueError, AttributeError):
         return False
 
 
 def has_weights(directory: str) -> bool:
-    return any(Path(directory).expanduser().glob("*.safetensors"))
+    return any(Path(os.path.expanduser(directory)).glob("*.safetensors"))

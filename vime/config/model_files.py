@@ -7,6 +7,7 @@ torch or transformers.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ def read_headers(directory: str, *, flag: str) -> dict[str, TensorHeader]:
     invalid."""
     from safetensors import SafetensorError, safe_open
 
-    path, where = Path(directory).expanduser(), f"{flag} {directory}"
+    path, where = Path(os.path.expanduser(directory)), f"{flag} {directory}"
     found: dict[str, TensorHeader] = {}
     for name in _weight_files(path, where):
         file = path / name
@@ -135,7 +136,7 @@ def check_tokenizer(directory: str, *, vocab_size: int, flag: str = "--hf-checkp
 
     `vocab_size`: rows of the embedding; 0 when config.json does not say.
     """
-    path, where = Path(directory).expanduser(), f"{flag} {directory}"
+    path, where = Path(os.path.expanduser(directory)), f"{flag} {directory}"
     if not has_tokenizer(path):
         raise ConfigError(no_tokenizer(where))
     for name in ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
@@ -201,7 +202,7 @@ OF_MEGATRON = ("*.distcp", "common.pt", ".metadata", "mp_rank_*", "metadata.json
 
 def what_is_there(directory: str) -> str:
     """Say what a directory is that is not a Hugging Face model with safetensors, and what to do with it; else empty."""
-    path = Path(directory).expanduser()
+    path = Path(os.path.expanduser(directory))
     if path.is_file():
         return "This is a file, not a directory. "
     if not path.is_dir():

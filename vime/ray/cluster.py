@@ -24,6 +24,7 @@ from typing import cast
 
 import psutil
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import parameter, ray_constants, services
 from ray._private import utils as ray_utils
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled, and left out of its types
@@ -64,7 +65,7 @@ NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """For torch: nothing is compiled without a GPU, and what only decorates with `torch.compile` would import the compiler,
 1.6 CPU s a process."""
 STOCK_WORKER = str(Path(ray.__file__).parent / "_private" / "workers" / ray_constants.SETUP_WORKER_FILENAME)
-LOCAL_LOGS = "Ray's own logs are in /tmp/ray/session_latest/logs."
+SOCKET_TOO_LONG = "AF_UNIX path length"  # of Ray's OSError
 END_S = 10.0
 START_S = 180.0
 """Ray bounds its own start, by several time-outs one after the other; a start that takes longer is logged."""
@@ -263,12 +264,17 @@ def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]
             logger.info("attempt %d to start a local Ray failed", attempt, exc_info=True)  # the traceback: to the file
             _end_what_was_started(others)
             if not _is_timeout(error):
-                raise ClusterError(f"a local Ray did not start: {describe(error)}. {LOCAL_LOGS}") from error
+                advice = ray_logs()
+                if SOCKET_TOO_LONG in str(error):
+                    advice = (
+                        "Set RAY_TMPDIR to a short path (RAY_TMPDIR=/tmp): it goes before TMPDIR for Ray's sockets."
+                    )
+                raise ClusterError(f"a local Ray did not start: {describe(error)}. {advice}") from error
             if time.monotonic() >= ends:
                 raise ClusterError(
                     f"a local Ray did not start within {limit_s:g} s (--start-timeout-secs), {attempt} attempt(s); "
                     f"the last ended with {describe(error)}. Is the machine busy with other work? Raise the limit, or "
-                    f"wait until there is less. {LOCAL_LOGS}"
+                    f"wait until there is less. {ray_logs()}"
                 ) from error
             logger.warning("a local Ray did not start in the time that it gives itself: trying again")
             on_retry()
@@ -279,6 +285,11 @@ def _start_local_ray(config: Config, num_cpus: int, on_retry: Callable[[], None]
             f"the local Ray listens on {ray.util.get_node_ip_address()}, expected {LOOPBACK}: other machines could "
             "reach it. Install the release of Ray that setup.py names."
         )
+
+
+def ray_logs() -> str:
+    """Return the sentence that says where they are, which TMPDIR and RAY_TMPDIR decide."""
+    return f"Ray's own logs are in {get_default_ray_temp_dir()}/session_latest/logs."
 
 
 def _keep_ray_to_itself() -> None:

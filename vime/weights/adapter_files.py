@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vime.config.lora import AdapterInfo
+from vime.weights.hf_files import write_shard
 
 
 def write_adapter(directory: Path, tensors: Mapping[str, Tensor], adapter: AdapterInfo, *, base: str = "") -> None:
@@ -28,4 +28,4 @@ def write_adapter(directory: Path, tensors: Mapping[str, Tensor], adapter: Adapt
     }
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
     copied = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(copied, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_shard(directory / "adapter_model.safetensors", copied)

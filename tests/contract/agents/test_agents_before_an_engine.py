@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import http.server
 import json
 import os
@@ -24,6 +25,7 @@ from tests.helpers.chat_tokenizers import make_chat_tokenizer
 from tests.helpers.processes import assert_ended
 from tests.helpers.scripted_engine import Failure, Reply, Request
 from vime.agents import server
+from vime.agents import task as task_module
 from vime.agents.generate import generate
 from vime.agents.task import AgentTask
 from vime.rollout import engine_client as client_module
@@ -355,6 +357,39 @@ def test_a_program_that_ends_with_another_code_than_0_says_why_it_failed(world: 
     [row] = world.generate(world.command("import sys\nprint('no luck')\nsys.exit(3)\n"), sample())
     assert (row.status, row.reward) == (SampleStatus.FAILED, None)
     assert row.metadata["session_reason"] == "it ended with code 3: no luck"
+
+
+# 21,842 characters of 6 bytes, 33 of the message, 13 of `VIME_PROMPT=` and the zero: 26 more than the 131,072 of Linux
+LONG_MESSAGE: list[dict[str, Any]] = [{"role": "user", "content": "长" * 21_842}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        (LONG_MESSAGE, "VIME_PROMPT is too long for an environment variable: 131,098 bytes, at most 131,072. "),
+        ("1+1=\0", "embedded null byte"),
+    ],
+    ids=["too long", "a zero"],
+)
+def test_a_program_that_cannot_be_started_with_its_prompt_lets_its_sample_fail(
+    world: AgentWorld, prompt: Any, reason: str
+) -> None:
+    asked = sample()
+    asked.prompt = prompt
+    [row] = world.generate(world.command("raise SystemExit('started')"), asked)
+    assert (row.status, row.reward) == (SampleStatus.FAILED, None)
+    assert row.metadata["session_reason"].startswith(f"it could not be started: {reason}")
+
+
+def test_a_program_for_which_no_file_can_be_opened_lets_its_sample_fail(
+    world: AgentWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_file() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(task_module.tempfile, "TemporaryFile", no_file)
+    [row] = world.generate(world.command("raise SystemExit('started')"), sample())
+    assert row.metadata["session_reason"] == "it could not be started: [Errno 24] Too many open files"
 
 
 ENDLESS = """

@@ -82,6 +82,30 @@ def test_what_is_no_timeout_is_said_at_once(config: Config, monkeypatch: pytest.
     assert slow.num_attempts == 1
 
 
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_the_logs_of_ray_are_named_where_the_environment_puts_them(
+    config: Config, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(variable, "/scratch/me")
+    make_slow(monkeypatch, [ValueError("no")])
+    with pytest.raises(ClusterError, match="logs are in /scratch/me/ray/session_latest/logs"):
+        cluster.start_ray(config)
+
+
+def test_a_temporary_directory_too_long_for_a_socket_is_refused_with_what_to_set(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = tmp_path / ("a" * 90)  # and 107 bytes are all of a socket's path
+    far.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(far))
+    with pytest.raises(OSError, match="AF_UNIX") as told:
+        cluster.ray_utils.validate_socket_filepath(f"{far}/ray/session_1/sockets/plasma_store")
+    make_slow(monkeypatch, [told.value])
+    with pytest.raises(ClusterError, match="Set RAY_TMPDIR to a short path"):
+        cluster.start_ray(config)
+
+
 REAL = f"""
 import os, psutil, sys
 from vime.config.parse import parse

@@ -140,7 +140,15 @@ def test_ray_that_does_not_start_fails_with_its_last_word(monkeypatch: pytest.Mo
         raise subprocess.TimeoutExpired("ray", 1)
 
     monkeypatch.setattr(subprocess, "run", hangs)
-    assert doctor.check_ray().verdict is Verdict.FAIL
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch")
+    found = doctor.check_ray()
+    assert (found.verdict, "/scratch/ray/session_latest/logs" in found.text) == (Verdict.FAIL, True)
+
+
+def test_the_last_word_of_ray_is_said_with_the_advice_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 300 characters of an error, its beginning, and what to do: what a run says of a directory too long for a socket
+    monkeypatch.setattr(doctor, "RAY_PROGRAM", "raise SystemExit('a' * 360 + '. Set RAY_TMPDIR to a short path')")
+    assert doctor.check_ray().text.endswith("Set RAY_TMPDIR to a short path")
 
 
 def test_flags_are_checked_as_train_checks_them() -> None:

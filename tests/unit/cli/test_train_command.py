@@ -19,6 +19,25 @@ def test_a_refused_flag_ends_it_like_the_files_of_a_clone(command: str, capsys: 
     assert "--lr: invalid float value: 'fast'" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--config", "~nobody-here/run.toml"], "--config ~nobody-here/run.toml: cannot be read"),
+        (["train", "--hf-checkpoint", "~nobody-here/model"], "~nobody-here/model: no config.json there"),
+        (["train", "--eval-config", "sets.toml"], "no such file: {here}/~nobody-here/x.jsonl (set a)"),
+        (["doctor", "--no-ray", "--hf-checkpoint", "~nobody-here/model"], "~nobody-here/model: no config.json there"),
+        (["doctor", "--no-ray", "--run-dir", "~nobody-here/run", "--hf-checkpoint", "none"], "none: no config.json"),
+    ],
+)
+def test_a_path_in_a_home_that_is_not_there_is_a_path_like_any_other(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sets.toml").write_text('[[datasets]]\nname = "a"\npath = "~nobody-here/x.jsonl"\n')
+    assert main(words) == 2
+    assert said.format(here=tmp_path) in "".join(capsys.readouterr())
+
+
 def test_its_help_is_of_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", "--help"])

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -223,6 +224,23 @@ def test_without_vllm_flags_vllm_is_not_asked(monkeypatch):
 def test_known_flags_pass():
     validate_vllm_flags(cpu("--vllm-max-num-seqs", "8", "--vllm-enable-prefix-caching"))
     validate_vllm_flags(cpu("--vllm-max-num-seqs=8"))
+
+
+def test_a_user_without_a_home_asks_vllm_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    asked: list[object] = []
+
+    def asks(command: list[str], **_: object) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(stdout='{"--max-num-seqs": {}}\n')
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(launch.subprocess, "run", asks)
+    assert [set(launch.installed_flags()) for _ in range(2)] == [{"--max-num-seqs"}] * 2
+    assert len(asked) == 2
 
 
 @pytest.mark.usefixtures("known_flags")

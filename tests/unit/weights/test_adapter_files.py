@@ -30,3 +30,10 @@ def test_peft_finds_the_base_and_computes_with_the_adapter(tmp_path: Path, targe
     assert by_peft == pytest.approx(tiny_models.log_probs(merged(model, adapter, info), TOKENS), abs=1e-5)
     plain = torch.tensor(tiny_models.log_probs(model, TOKENS))
     assert (torch.tensor(by_peft) - plain).abs().max() > 1e-2
+
+
+def test_whoever_may_read_the_directory_may_read_the_adapter(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    info = AdapterInfo(rank=1, alpha=1.0, target_modules=["q_proj"])
+    write_adapter(tmp_path, {"w": torch.zeros(1)}, info)
+    assert (tmp_path / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o640

