@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
+from urllib.parse import urlsplit
 
 from vime.rollout.loops import LoopThread
 from vime.types import LARGEST_REWARD, VimeError
@@ -56,7 +57,13 @@ class AgentTask:
             "VIME_PROMPT": _text(self.prompt),
             "VIME_LABEL": "" if self.label is None else _text(self.label),
             "VIME_SESSION": self.session_id,
+            **dict.fromkeys(("no_proxy", "NO_PROXY"), self._no_proxy()),
         }
+
+    def _no_proxy(self) -> str:
+        """Return the hosts that are asked without a proxy: it would get the key of the session, or not reach it."""
+        given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        return ",".join(filter(None, (given, urlsplit(self.base_url).hostname)))
 
 
 async def run_command(command: str, task: AgentTask, *, timeout_s: float) -> None:

@@ -673,3 +673,18 @@ def test_an_environment_that_is_late_has_failed_and_is_closed_after_its_step(wor
     game.may_end.set()
     assert game.is_closed.wait(60)
     assert game.order == ["step", "close"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "10.0.0.7"), ({"no_proxy": "corp"}, "corp,10.0.0.7"), ({"NO_PROXY": "a,b"}, "a,b,10.0.0.7")],
+)
+def test_a_program_asks_its_session_without_the_proxy_of_the_environment(given, expected, monkeypatch) -> None:
+    """An SDK would send the key of the session to the proxy."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    url = "http://10.0.0.7:4711/s/v1"
+    task = AgentTask(base_url=url, anthropic_base_url=url, api_key="k", session_id="s", prompt="p")
+    assert {task.environment()[name] for name in ("no_proxy", "NO_PROXY")} == {expected}
