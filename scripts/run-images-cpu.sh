@@ -31,6 +31,18 @@ OPTIMIZER_ARGS=(--lr 1.5e-3 --lr-warmup-iters 5 --weight-decay 0 --adam-beta2 0.
 BATCH_ARGS=(--use-dynamic-batch-size --max-tokens-per-gpu 2048)
 QUEUE_ARGS=(--transferqueue-mode buffer)
 
-"$PYTHON" train.py --run-dir "$RUN" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" \
-  "${ALGO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${BATCH_ARGS[@]}" "${QUEUE_ARGS[@]}" "$@"
-[ $# -gt 0 ] || "$PYTHON" examples/images/check.py "$RUN"
+TRAIN=(
+  "$PYTHON" train.py --run-dir "$RUN" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}"
+  "${ALGO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${BATCH_ARGS[@]}" "${QUEUE_ARGS[@]}"
+)
+[ $# -eq 0 ] || exec "${TRAIN[@]}" "$@"
+# Each signal to this script is handed on, once: `set -m` gives train.py a process group that the terminal's Ctrl-C does not reach
+# itself, and a second one would mean "at once, unsaved". A signal ends `wait` early; the last one has the exit code of train.py.
+for name in INT TERM HUP QUIT; do trap "kill -$name \$!" "$name"; done
+set -m
+"${TRAIN[@]}" </dev/null &
+set +m
+while kill -0 $! 2>/dev/null; do wait $! || true; done
+wait $!
+trap - INT TERM HUP QUIT
+"$PYTHON" examples/images/check.py "$RUN"
