@@ -37,14 +37,6 @@ TRAIN=(
   "$PYTHON" train.py --run-dir "$RUN" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}"
   "${ALGO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${BATCH_ARGS[@]}" "${QUEUE_ARGS[@]}"
 )
-[ $# -eq 0 ] || exec "${TRAIN[@]}" "$@"
-# Each signal to this script is handed on, once: `set -m` gives train.py a process group that the terminal's Ctrl-C does not reach
-# itself, and a second one would mean "at once, unsaved". A signal ends `wait` early; the last one has the exit code of train.py.
-for name in INT TERM HUP QUIT; do trap "kill -$name \$!" "$name"; done
-set -m
-"${TRAIN[@]}" </dev/null &
-set +m
-while kill -0 $! 2>/dev/null; do wait $! || true; done
-wait $!
-trap - INT TERM HUP QUIT
+[ $# -eq 0 ] || exec "${TRAIN[@]}" "$@"  # so that a signal to this script is one to train.py
+"${TRAIN[@]}"
 "$PYTHON" examples/quickstart/check.py "$RUN"

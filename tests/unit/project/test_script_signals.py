@@ -52,11 +52,15 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("script", "flags"), [("quickstart.sh", []), ("quickstart.sh", ["--lr", "1e-4"]), ("run-images-cpu.sh", [])]
+    ("flags", "name", "to_the_group"),
+    [
+        (["--lr", "1e-4"], "SIGTERM", False),
+        (["--lr", "1e-4"], "SIGINT", False),
+        (["--lr", "1e-4"], "SIGINT", True),
+        ([], "SIGINT", True),
+    ],
 )
-@pytest.mark.parametrize(
-    ("name", "to_the_group"), [("SIGTERM", False), ("SIGINT", False), ("SIGINT", True), ("SIGHUP", True)]
-)
+@pytest.mark.parametrize("script", ["quickstart.sh", "run-images-cpu.sh"])
 def test_a_signal_reaches_train_once_and_the_script_ends_after_it_with_its_code(
     place: Path, script: str, flags: list[str], name: str, to_the_group: bool
 ) -> None:
