@@ -267,6 +267,18 @@ def resumed(
     return {"saved": saved, "loaded": loaded, "never_stopped": never_stopped, "resumed": second_round(trainer)}
 
 
+def resumed_with_buckets(bench: Bench, bucket_size: int, **arguments: Any) -> dict[str, Any]:
+    """`resumed` with buckets of so many parameters, as a model of over 40 million has with --overlap-grad-reduce."""
+    from vime.backends.megatron_utils import optimizer
+
+    config = optimizer.DistributedDataParallelConfig
+    optimizer.DistributedDataParallelConfig = lambda **flags: config(bucket_size=bucket_size, **flags)
+    try:
+        return resumed(bench, **arguments)
+    finally:
+        optimizer.DistributedDataParallelConfig = config
+
+
 @contextlib.contextmanager
 def held_writing() -> Iterator[Callable[[], None]]:
     """No checkpoint file is begun on this rank until the yielded function is called."""

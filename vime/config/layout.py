@@ -190,6 +190,12 @@ def _check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
             f"--expert-tensor-parallel-size {etp} does not divide the model's moe_intermediate_size "
             f"{shape.moe_intermediate_size}. Choose a divisor."
         )
+    if ep == 1 and etp != tp:
+        raise ConfigError(
+            f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and without expert "
+            "parallelism: megatron-core sums the gradients of experts over the wrong ranks then. Use equal sizes, or "
+            "--expert-model-parallel-size above 1."
+        )
     if tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             "a model with experts and --tensor-model-parallel-size > 1 needs --sequence-parallel, or each "

@@ -73,7 +73,8 @@ class OrderedHash:
 
     def add(self, meta: TensorMeta, tensor: torch.Tensor) -> None:
         self._digest.update(_header(meta))
-        self._digest.update(_memory(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()))
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()  # often a copy: it must live until read
+        self._digest.update(_memory(raw))
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()

@@ -533,6 +533,18 @@ EXPERT_REFUSALS = {
         ["--expert-tensor-parallel-size", "5", "--actor-num-gpus-per-node", "5"],
         ["--expert-tensor-parallel-size 5", "moe_intermediate_size 32"],
     ),
+    "experts cut otherwise than the rest without expert parallelism": (
+        [
+            "--tensor-model-parallel-size",
+            "2",
+            "--sequence-parallel",
+            "--expert-tensor-parallel-size",
+            "1",
+            "--actor-num-gpus-per-node",
+            "2",
+        ],
+        ["--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2", "--expert-model-parallel-size above 1"],
+    ),
     "ranks that do not hold all experts": (
         ["--expert-model-parallel-size", "3", "--actor-num-gpus-per-node", "4"],
         ["4 trainer ranks", "--expert-model-parallel-size 3", "multiple of 3"],

@@ -29,6 +29,13 @@ def test_the_hash_is_the_documented_tree_of_xxh3():
     assert content_hash(weights) == xxhash.xxh3_128_hexdigest(second + first)  # b before w
 
 
+def test_the_hash_for_jobs_outside_reads_a_copy_before_it_is_gone():
+    """A tensor that is not contiguous is copied, as one of a GPU is."""
+    for seed in range(20):
+        weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)).t()
+        assert ordered_hash({"w": weight}) == ordered_hash({"w": weight.contiguous()})
+
+
 def test_the_hash_for_jobs_outside_is_blake2b_over_length_header_and_raw_bytes():
     header = b"w\nfloat32\n1,2\n"  # 14 bytes
     raw = bytes([0, 0, 0x80, 0x3F, 0, 0, 0, 0x40])

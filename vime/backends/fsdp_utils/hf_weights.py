@@ -34,6 +34,8 @@ class HFWeights:
         """`model`: what is exported. `family`: a twin of it without storage that is never cut, because transformers
         finds names by class, and cutting changes the class. `dtype`: what floating-point tensors are exported as."""
         self._family, self._model, self._dtype = family, model, dtype
+        # buffers stay as they are: the model computes with them in fp32, as engines do (the bias of a router)
+        self._cast = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._entries = [
             Entry(name, tuple(TensorMeta.of(hf_name, part) for hf_name, part in self._split(name, tensor)))
             for name, tensor in distinct_tensors(model).items()
@@ -57,7 +59,7 @@ class HFWeights:
             yield from self._split(entry.name, whole)
 
     def _split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and name in self._cast:
             tensor = tensor.to(self._dtype)
         yield from revert_weight_conversion(self._family, {name: tensor}).items()
 

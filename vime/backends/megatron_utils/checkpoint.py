@@ -11,10 +11,11 @@ needed wherever these packages are missing, and harmless elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -118,7 +119,8 @@ def load(directory: Path, core: list[GPTModel], optimizer: PolicyOptimizer, *, a
             refuse_other_adapter(directory, written, adapter.identity())
         with_optimizer = common["with_optimizer"]
         same_layout = common["layout"] == _layout()
-        _refuse_other_experts(common["layout"], directory, with_optimizer=with_optimizer)
+        if adapter is None:  # which has no state of experts
+            _refuse_other_experts(common["layout"], directory, with_optimizer=with_optimizer)
         if with_optimizer:
             _refuse_other_optimizer(directory, optimizer)
         state = _state(
@@ -237,14 +239,38 @@ def _state(
         prepare_states(optimizer)
         # for one chunk megatron wants its state itself, for several a dict of them
         mould = models["model0"] if len(core) == 1 or adapter is not None else models
-        state["optimizer"] = optimizer.megatron.sharded_state_dict(
-            dict(mould), is_loading=is_loading, metadata=_metadata()
-        )
+        with _without_padding(optimizer):
+            state["optimizer"] = optimizer.megatron.sharded_state_dict(
+                dict(mould), is_loading=is_loading, metadata=_metadata()
+            )
         state["scheduler"] = optimizer.scheduler.state_dict()
     if with_rng:
         rank, world = dist.get_rank(), dist.get_world_size()
         state["rng"] = ShardedObject("rng", _rng_state(), (world,), (rank,), replica_id=0)
     return state
+
+
+@contextlib.contextmanager
+def _without_padding(optimizer: PolicyOptimizer) -> Iterator[None]:
+    """REPAIR: megatron-core cuts the gathered state of the distributed optimizer by places that count the padding
+    between buckets, and what it gathers has none: behind a padded bucket every main weight and moment would be saved
+    shifted."""
+    buffers = [buffer for part in optimizer.parts if isinstance(part, DistributedOptimizer) for buffer in part.buffers]
+    padded = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        gaps, gap = [], 0
+        for bucket in buffer.buckets:
+            gaps.append(gap)
+            gap += bucket.grad_data.numel() - bucket.numel_unpadded
+        buffer.param_index_map = {
+            parameter: (start - gaps[number], end - gaps[number], number)
+            for parameter, (start, end, number) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, places in zip(buffers, padded, strict=True):
+            buffer.param_index_map = places
 
 
 def _load_optimizer(optimizer: PolicyOptimizer, state: State) -> None:

@@ -13,11 +13,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from vime.backends.autograd import Context
 from vime.backends.megatron_utils.fused import swiglu
+
+
+def await_weights(*modules: nn.Module) -> None:
+    """Run what megatron does before a module's forward: with --overlap-param-gather it waits there for the module's
+    weights, which are used here without that call."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other way to run them
+            hook(module, ())
 
 
 class GroupedExperts(SequentialMLP):
@@ -25,6 +33,8 @@ class GroupedExperts(SequentialMLP):
 
     def forward(self, tokens_TH: Tensor, tokens_per_expert_E: Tensor, weight_T: Tensor) -> tuple[Tensor, None]:
         """Return [T, H], times the router's weights; where experts are cut, this rank's part of a sum."""
+        for expert in self.local_experts:
+            await_weights(expert.linear_fc1, expert.linear_fc2)
         ends_E = tokens_per_expert_E.to(tokens_TH.device).cumsum(0).to(torch.int32)
         wide_TF = grouped_linear(tokens_TH, ends_E, [expert.linear_fc1.weight for expert in self.local_experts])
         inner_TF = swiglu(wide_TF)

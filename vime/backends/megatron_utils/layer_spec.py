@@ -39,7 +39,11 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -160,6 +164,21 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, adds_one=self.adds_one)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: dict[str, object] | None = None
+    ) -> dict[str, object]:
+        """Return what is saved of it: megatron's MLP asks each of its children, and Gemma's has a norm."""
+        groups = ensure_metadata_has_dp_cp_group(metadata)
+        sharded: dict[str, object] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=groups["dp_cp_group"],
+        )
+        return sharded
 
 
 class GatedMLP(MLP):

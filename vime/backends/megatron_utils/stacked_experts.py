@@ -20,6 +20,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
+from vime.backends.megatron_utils.grouped_experts import await_weights
+
 ALPHA, LIMIT = 1.702, 7.0
 """Of the gate's sigmoid, and of what goes into it (swiglu_alpha and swiglu_limit; vLLM has these numbers built in)."""
 
@@ -92,6 +94,7 @@ class StackedExperts(MegatronModule):
         a part of a sum where experts are cut."""
         counts: list[int] = tokens_per_expert_E.tolist()
         wide, narrow = self.gate_up_proj, self.down_proj
+        await_weights(wide, narrow)
         bias_EH: Tensor = narrow.bias
         if self.cut_group.rank():
             # added on the first rank only; its gradient is that of the whole output, which all ranks have
