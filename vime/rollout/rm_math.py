@@ -48,8 +48,8 @@ class MathJudge:
             if verdict["score"] is None:
                 raise UnreadableLabelError(
                     f"math-verify finds no expression in the label {gold!r:.60}. No completion would ever be right; "
-                    "correct the data and begin a new run, or leave such samples out with --on-reward-error drop, with "
-                    "which this run can go on too."
+                    "correct the data or --label-key and begin a new run, or leave such samples out with "
+                    "--on-reward-error drop, with which this run can go on too."
                 )
             return verdict["score"]
         finally:
