@@ -44,11 +44,10 @@ PYTHON
 srun --nodes 1 --ntasks 1 --nodelist "$HEAD" --overlap \
   "$BIN/python" train.py --device cuda --ray-address "$HEAD:$PORT" "$@" &
 TRAIN=$!
-trap 'kill -TERM "$TRAIN"' TERM  # srun hands it on
-code=0
-wait "$TRAIN" || code=$?
-while kill -0 "$TRAIN" 2>/dev/null; do  # it was the signal that ended the wait
-  code=0
+trap 'waits=1; kill -TERM "$TRAIN"' TERM  # srun hands it on; the signal ends `wait`, and the next one has the exit code
+waits=1
+while ((waits)); do
+  waits=0 code=0
   wait "$TRAIN" || code=$?
 done
 exit "$code"
