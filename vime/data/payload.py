@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vime.data.columns import COLUMNS, Shape
+from vime.data.json_values import json_fault
 from vime.data.rows import STATUS_CODES, Column, Kind, TrainRow, as_array
 from vime.types import HandoffError, PendingText, Sample, VersionSpan
 
@@ -217,7 +218,7 @@ def pack_rest(samples: Sequence[Sample]) -> bytes:
     except (TypeError, ValueError):
         is_same = False
     if not is_same:
-        bad = sorted({key for record in records for key, value in record.items() if not _is_json(value)})
+        bad = sorted({key for record in records for key, value in record.items() if json_fault(key, value)})
         raise HandoffError(
             f"group {samples[0].group_index}: {', '.join(bad)} cannot be stored. Fields of a sample must be finite "
             "numbers, strings, lists, or dicts with string keys."
@@ -340,14 +341,6 @@ def record_size(data: bytes) -> tuple[int, int]:
         num_rows += count
         num_tokens += int(heads["total_lengths"].sum())
     return num_rows, num_tokens
-
-
-def _is_json(value: object) -> bool:
-    """Return whether JSON gives the value back unchanged: no tuple, no key that is not a string, no NaN."""
-    try:
-        return bool(json.loads(json.dumps(value, allow_nan=False)) == value) and _has_text_keys(value)
-    except (TypeError, ValueError):
-        return False
 
 
 def _has_text_keys(value: object) -> bool:

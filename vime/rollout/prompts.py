@@ -20,9 +20,9 @@ from vime.config.hf_config import read_model_shape
 from vime.config.model_files import has_tokenizer, no_tokenizer
 from vime.config.parse import Args
 from vime.config.paths import EXPECTED_PROMPTS, prompt_files
+from vime.data.json_values import json_fault, text_fault
 from vime.rollout.conversations import TURNS, chat_text, is_conversation, read_conversation, turns_of
 from vime.rollout.images import Image, PromptImages, expand_prompt, read_images, refuse_places
-from vime.rollout.json_values import json_fault, text_fault
 from vime.rollout.labels import label_fault
 from vime.types import DataError
 from vime.utils.imports import without_collector

@@ -16,6 +16,7 @@ from pyarrow import parquet
 
 from tests.helpers.rollout_setup import write_model_directory
 from vime.config.parse import parse
+from vime.data.json_values import json_fault
 from vime.rollout import data_check
 from vime.rollout.data_check import data_faults
 from vime.rollout.prompts import read_prompts
@@ -140,3 +141,7 @@ def test_paths_of_images_begin_at_the_file_of_the_record_also_in_a_directory(tmp
     (tmp_path / "set" / "red.png").write_bytes(tiny_images.png("red"))
     written(tmp_path / "set" / "a.jsonl", {**GOOD, "images": "red.png"})
     assert faults(tmp_path / "set", "--multimodal-keys", '{"image": "images"}') == []
+
+
+def test_a_key_that_json_would_make_text_of_is_named() -> None:
+    assert json_fault("metadata", {"a": {7: "b"}}).startswith("metadata.a has the key 7, which JSON makes text of.")

@@ -19,6 +19,8 @@ def json_fault(name: str, value: object) -> str:
     while left:
         place, one = left.pop()
         if isinstance(one, dict):
+            if odd := [key for key in one if not isinstance(key, str)]:
+                return f"{place} has the key {odd[0]!r:.60}, which JSON makes text of. Expected text as keys. Convert it."
             left += [(f"{place}.{key}", entry) for key, entry in one.items() if type(entry) not in _PLAIN]
         elif isinstance(one, list):
             left += [(f"{place}[{at}]", entry) for at, entry in enumerate(one) if type(entry) not in _PLAIN]
