@@ -101,9 +101,10 @@ class Model:
 
     def share(self, producer, request, count, free):
         """One slot after the other goes to the producer that has the fewest; of equals, to the first in the line."""
-        self.waiting = {
-            name: {each: wish for each, wish in wishes.items() if wish[0] > self.now}
+        self.waiting = {  # who waits for nothing any more has no place: the next wish is behind those of others
+            name: left
             for name, wishes in self.waiting.items()
+            if (left := {each: wish for each, wish in wishes.items() if wish[0] > self.now})
         }
         wants = {name: sum(wish[1] for wish in wishes.values()) for name, wishes in self.waiting.items() if wishes}
         has_now = [group.producer for group in self.train("issued", "ready").values()]

@@ -236,3 +236,16 @@ LedgerMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_the_ledger_does_what_the_model_does = LedgerMachine.TestCase
+
+
+def test_who_was_served_waits_behind_those_that_wait_already():
+    """Found by chance: the model kept the place in the line of a producer that waited for nothing any more."""
+    machine = LedgerMachine()
+    try:
+        machine.begin(order=RoundOrder.INDEX, policy=StalePolicy.DROP, staleness=1, max_tokens=15)
+        machine.train_some(count=1)
+        for producer, count in (("p", 1), ("q", 1), ("r", 2)):
+            machine.work(backwards=False, count=count, producer=producer, tokens=5)
+        machine.train_some(count=2)
+    finally:
+        machine.teardown()
